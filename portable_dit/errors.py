@@ -1,0 +1,62 @@
+"""The error tree: everything that a user can cause derives from `PortableDitError`.
+
+Every message says what was asked, the rule with its numbers, and the way out. `exit_code` is what the command line
+returns: 2 the request or recipe is wrong, 3 it does not fit the machine, 1 something failed while running.
+"""
+
+from __future__ import annotations
+
+
+class PortableDitError(Exception):
+    """Root of all errors that portable-dit raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(PortableDitError, ValueError):
+    """Something that was asked for breaks a rule; nothing was loaded, drawn or written."""
+
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    """A recipe is unreadable, malformed, or holds wrong keys or values; lists all of them."""
+
+
+class RequestError(UserError):
+    """A prompt, size, step count, seed or reference that the model cannot take."""
+
+
+class ImageError(RequestError):
+    """A reference image that cannot be read safely or used."""
+
+
+class WeightsError(UserError):
+    """A checkpoint is missing, unreadable, or its tensors have wrong names, shapes, dtypes or values."""
+
+
+class BackendError(UserError):
+    """A backend, kernel or format that was named cannot be used here."""
+
+
+class OutputError(UserError):
+    """The place to write to is missing, not writable, or full."""
+
+
+class DoesNotFitError(UserError):
+    """The plan says that weights and activations exceed the memory of the machine."""
+
+    exit_code = 3
+
+
+class DeviceMemoryError(PortableDitError, MemoryError):
+    """The device ran out of memory while running; says what was resident and which key would make it fit."""
+
+
+def near(name: str, known: list[str] | tuple[str, ...]) -> str:
+    """The half sentence for an unknown name: the nearest known one, if any, and all of them."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{hint} Known: {', '.join(sorted(known))}."

@@ -1,0 +1,87 @@
+"""Attention masks as data. A kernel's adapter makes of them what its library wants (inverted, expanded, packed).
+
+Letters: B batch, S tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NoMask:
+    """Every row sees every row."""
+
+    kind = "none"
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Row i sees rows 0..i, aligned at the last row when there are more keys than queries."""
+
+    kind = "causal"
+
+
+@dataclass(frozen=True)
+class KeyPadding:
+    """keep: bool [B, S]; True keys are seen by every row, False keys by none."""
+
+    keep: Tensor
+    kind = "key_padding"
+
+
+@dataclass(frozen=True)
+class CausalWithFullSpans:
+    """Causal, but rows inside a span also see the whole span (image tokens inside a causal text).
+
+    spans: (start, stop) row ranges, one tuple for the whole batch.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    kind = "causal_with_full_spans"
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Packed documents: row i sees only rows of its own segment.
+
+    lengths: of each segment, on the host; offsets: int32 [num_segments + 1] cumulative, on the device. Both are
+    carried because some libraries want host integers and others a device tensor.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: Tensor
+    kind = "segments"
+
+
+Mask = NoMask | Causal | KeyPadding | CausalWithFullSpans | Segments
+NO_MASK = NoMask()
+
+
+def to_keep(mask: Mask, rows_q: int, rows_k: int, device: torch.device) -> Tensor | None:
+    """The mask as bool, True = keep, broadcastable to [B, N, rows_q, rows_k]; None when everything is kept."""
+    match mask:
+        case NoMask():
+            return None
+        case KeyPadding(keep=keep):
+            return keep[:, None, None, :]  # [B, 1, 1, S]
+        case Causal():
+            return _causal(rows_q, rows_k, device)  # [Sq, Sk]
+        case CausalWithFullSpans(spans=spans):
+            keep = _causal(rows_q, rows_k, device)
+            shift = rows_k - rows_q
+            for start, stop in spans:
+                keep[max(start - shift, 0) : max(stop - shift, 0), start:stop] = True
+            return keep  # [Sq, Sk]
+        case Segments(offsets=offsets):
+            row = torch.arange(rows_k, device=device)
+            segment = torch.bucketize(row, offsets.to(device), right=True)
+            return segment[rows_k - rows_q :, None] == segment[None, :]  # [Sq, Sk]
+
+
+def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:
+    last = torch.arange(rows_k - rows_q, rows_k, device=device)
+    return torch.arange(rows_k, device=device)[None, :] <= last[:, None]
