@@ -53,6 +53,12 @@ class DeviceMemoryError(PortableDitError, MemoryError):
     """The device ran out of memory while running; says what was resident and which key would make it fit."""
 
 
+class Cancelled(PortableDitError):
+    """A request that was stopped by whoever made it; nothing of it was written."""
+
+    exit_code = 130
+
+
 def near(name: str, known: list[str] | tuple[str, ...]) -> str:
     """The half sentence for an unknown name: the nearest known one, if any, and all of them."""
     import difflib

@@ -32,7 +32,7 @@ class Modulation:
 
     def rows(self, chunk: int) -> Tensor:
         """One chunk spread over the rows: [B, S, C]."""
-        return self.table[:, chunk][self.index]
+        return F.embedding(self.index, self.table[:, chunk])
 
 
 @dataclass(frozen=True)

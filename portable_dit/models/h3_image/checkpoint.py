@@ -1,0 +1,287 @@
+"""From the tensors of a checkpoint to the parameters of these modules.
+
+Three dialects hold one model: the original files, diffusers' conversion, and our own. They differ in names,
+in the row order of fused projections, in which half of a gated projection comes first, and in how the heads
+of single steps are packed. All shapes agree, so a wrong guess loads in silence and draws noise: the dialect
+is read from names that only it has, and the one thing names cannot tell (`qkv_rows`) is a config value.
+
+`tensor_map` looks at names and shapes alone. It answers, for each of our parameters, which stored tensors it
+is made of and how; a loader streams them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from portable_dit.errors import WeightsError
+from portable_dit.models.h3_image.config import DiTConfig, H3Config, VAEConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+FOLDERS = {"dit": "transformer", "vae": "vae", "text_encoder": "text_encoder"}
+
+# A bank of offsets holds small corrections behind one full head: below this share of its norm.
+OFFSET_NORM = 0.5
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Stored tensors, by name, that make one parameter: make(*tensors) has the parameter's shape.
+
+    A tensor stored in 8 bits with a scale beside it is expanded by the loader before it gets here.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """sources: our parameter -> where it comes from. unused: stored tensors without a place in this model."""
+
+    sources: Mapping[str, TensorSource]
+    unused: frozenset[str]
+
+
+def tensor_map(component: str, shapes: Shapes, config: H3Config) -> TensorMap:
+    """How the tensors of one component's files become its parameters.
+
+    shapes: name -> shape of everything stored. A name that no dialect knows stands for itself, so that the
+    loader reports it as unexpected. Raises WeightsError for packings that this version cannot read.
+    """
+    marked = [name for name in shapes if name.endswith(".comfy_quant")]
+    if marked:
+        raise WeightsError(
+            f"{len(marked)} tensors such as {marked[0]!r} mark ComfyUI's quantised form, which is not read. "
+            "Use the checkpoint's original or diffusers files."
+        )
+    stored = {n: TensorSource((n,), _same) for n in shapes if not n.endswith(".weight_scale")}
+    if component == "dit":
+        return _dit_map(stored, shapes, config.dit)
+    if component == "vae":
+        return _vae_map(stored, shapes, config.vae)
+    return TensorMap(stored, frozenset())
+
+
+def stack_qkv_rows(rows: Tensor, heads: int) -> Tensor:
+    """[heads * 3 * D, ...], interleaved for each head, -> [all q ; all k ; all v]."""
+    return rows.reshape(heads, 3, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+def interleave_qkv_rows(rows: Tensor, heads: int) -> Tensor:
+    """The inverse of `stack_qkv_rows`."""
+    return rows.reshape(3, heads, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+def swap_halves(rows: Tensor) -> Tensor:
+    """[value ; gate] -> [gate ; value] and back."""
+    return torch.cat(rows.chunk(2)[::-1])
+
+
+def last_tap(kernel: Tensor) -> Tensor:
+    """A 3-D kernel, causal in time, as it acts on a single frame; a 2-D one as it is."""
+    return kernel[:, :, -1].contiguous() if kernel.ndim == 5 else kernel
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _then(source: TensorSource, change: Callable[[Tensor], Tensor]) -> TensorSource:
+    return TensorSource(source.names, lambda *tensors: change(source.make(*tensors)))
+
+
+def _join(sources: list[TensorSource], join: Callable[[list[Tensor]], Tensor]) -> TensorSource:
+    """One source of several: each takes its own share of the tensors."""
+    ends = [0]
+    for source in sources:
+        ends.append(ends[-1] + len(source.names))
+
+    def make(*tensors: Tensor) -> Tensor:
+        return join([s.make(*tensors[ends[i] : ends[i + 1]]) for i, s in enumerate(sources)])
+
+    return TensorSource(tuple(name for source in sources for name in source.names), make)
+
+
+# Each table: pattern in diffusers' name -> ours, tried in order, the first match of a name wins for that
+# part.
+_DIT_NAMES = (
+    (r"^proj_in\.", "video_patch_proj."),
+    (r"^context_embedder\.", "condition_proj."),
+    (r"^time_embedder\.linear_1\.", "time_embedder.proj_in."),
+    (r"^time_embedder\.linear_2\.", "time_embedder.proj_out."),
+    (r"^time_embedder\.table$", "adaln_t_table"),
+    (r"^token_refiner\.refiner_blocks\.", "token_refiner.blocks."),
+    (r"^transformer_blocks\.", "blocks."),
+    (r"^norm_out\.norm\.", "final_layer.norm."),
+    (r"^norm_out\.linear\.", "final_layer.adaln_proj.linear."),
+    (r"^proj_out\.", "final_layer.video_out."),
+    (r"\.attn\.norm_(q|k)\.", r".attn.\1_norm."),
+    (r"\.attn\.to_out\.0\.", ".attn.out_proj."),
+    (r"\.ff\.net\.0\.proj\.", ".mlp.fc1."),
+    (r"\.ff\.net\.2\.", ".mlp.fc2."),
+)
+_VAE_NAMES = (
+    (r"^encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.", r"encoder.down.\1.block.\2."),
+    (r"\.conv_shortcut\.", ".nin_shortcut."),
+    (r"^encoder\.down_blocks\.(\d+)\.downsamplers\.0\.", r"encoder.down.\1.downsample."),
+    (r"^decoder\.proj_in\.", "decoder.x_embedder."),
+    (r"\.attn\.to_out\.0\.", ".attn.to_out."),
+    (r"\.ff\.net\.0\.proj\.", ".ff.w1."),
+    (r"\.ff\.net\.2\.", ".ff.w2."),
+)
+_SPLIT_QKV = re.compile(r"\.attn\.to_(q|k|v)\.")
+_DIT_KNOWN = re.compile(
+    r"^(video_patch_proj|condition_proj|time_embedder|token_refiner|blocks|final_layer\.(norm|adaln_proj|video_out))\."
+)
+_DIT_UNUSED = re.compile(r"^(rope\.inv_freq|audio_\w+\..*|final_layer\.audio_out\..*)$")
+_VAE_UNUSED = re.compile(r"^decoder\.mask_token$")
+
+
+def _renamed(name: str, table: tuple[tuple[str, str], ...]) -> str:
+    for pattern, ours in table:
+        name = re.sub(pattern, ours, name)
+    return name
+
+
+def _from_diffusers(
+    stored: Mapping[str, TensorSource], table: tuple[tuple[str, str], ...], *, fused: str, gated: str
+) -> dict[str, TensorSource]:
+    """Our names for diffusers': queries, keys and values joined as `fused`, halves of `gated` exchanged."""
+    sources: dict[str, TensorSource] = {}
+    split: dict[str, dict[str, TensorSource]] = {}
+    for name, source in stored.items():
+        part = _SPLIT_QKV.search(name)
+        ours = _renamed(_SPLIT_QKV.sub(f".attn.{fused}.", name), table)
+        if part:
+            split.setdefault(ours, {})[part[1]] = source
+        else:
+            sources[ours] = _then(source, swap_halves) if f".{gated}." in ours else source
+    for ours, parts in split.items():
+        if parts.keys() == {"q", "k", "v"}:
+            sources[ours] = _join([parts["q"], parts["k"], parts["v"]], torch.cat)
+    return sources
+
+
+def _dit_map(stored: Mapping[str, TensorSource], shapes: Shapes, config: DiTConfig) -> TensorMap:
+    unused = frozenset(name for name in shapes if _DIT_UNUSED.match(name))
+    used = {name: source for name, source in stored.items() if name not in unused}
+    if any(name.startswith("transformer_blocks.") for name in used):
+        sources = _from_diffusers(used, _DIT_NAMES, fused="qkv_proj", gated="mlp.fc1")
+    else:
+        sources = dict(used)
+        # Files with the modulation as a curve come from ComfyUI, which stacks the rows under the original
+        # name.
+        if config.qkv_rows == "interleaved" and "adaln_t_table" not in shapes:
+            for name in [name for name in sources if name.endswith(".attn.qkv_proj.weight")]:
+                sources[name] = _then(
+                    sources[name], lambda rows: stack_qkv_rows(rows, config.num_attention_heads)
+                )
+    return TensorMap(_with_heads(sources, shapes, config), unused)
+
+
+def _vae_map(stored: Mapping[str, TensorSource], shapes: Shapes, config: VAEConfig) -> TensorMap:
+    unused = frozenset(name for name in shapes if _VAE_UNUSED.match(name))
+    used = {name: source for name, source in stored.items() if name not in unused}
+    if any(name.startswith("encoder.down_blocks.") for name in used):
+        sources = _from_diffusers(used, _VAE_NAMES, fused="to_qkv", gated="ff.w1")
+    else:
+        sources = dict(used)
+        if config.qkv_rows == "interleaved":
+            for name in [name for name in sources if ".attn.to_qkv." in name]:
+                sources[name] = _then(
+                    sources[name], lambda rows: stack_qkv_rows(rows, config.decoder_num_attention_heads)
+                )
+    for name, source in sources.items():
+        if len(shapes[source.names[0]]) == 5:
+            sources[name] = _then(source, last_tap)
+    return TensorMap(sources, unused)
+
+
+def _with_heads(
+    sources: dict[str, TensorSource], shapes: Shapes, config: DiTConfig
+) -> Mapping[str, TensorSource]:
+    """The sources with the heads of single steps under our names, whatever form they are stored in.
+
+    Their published names are unknown, so they are found by shape: (a) one [row, C] layer for each, (b) one
+    [n, row, C] stack, (c) one [n * row, C] bank in place of the base layer. n is the number of steps, or one
+    more with the base layer in front.
+    """
+    base, rows, width = "final_layer.video_out.weight", config.row_size, config.hidden_size
+    if not config.pdd_heads:
+        return sources
+    shape_of = {ours: shapes[source.names[0]] for ours, source in sources.items()}
+    bank = shape_of.get(base, ())
+    if len(bank) == 2 and bank[0] > rows and bank[0] % rows == 0:
+        return _heads_of_bank(sources, bank[0] // rows, config)
+    stacks = [name for name, shape in shape_of.items() if len(shape) == 3 and shape[1:] == (rows, width)]
+    single = [
+        name
+        for name, shape in shape_of.items()
+        if shape == (rows, width) and name.endswith(".weight") and not _DIT_KNOWN.match(name)
+    ]
+    if len(stacks) == 1:
+        found, count = stacks, shape_of[stacks[0]][0]
+        biases = [found[0].removesuffix("weight") + "bias"]
+        join = _first_of
+    else:
+        found, count = sorted(single, key=_numbers_in), len(single)
+        biases = [name.removesuffix("weight") + "bias" for name in found]
+        join = torch.stack
+    if not found or not all(name in sources for name in biases):
+        return sources  # the loader will say that the heads are missing
+    skip = _base_entries(count, config)
+    heads = {
+        "final_layer.heads.weight": _then(_join([sources[n] for n in found], join), lambda t: t[skip:]),
+        "final_layer.heads.bias": _then(_join([sources[n] for n in biases], join), lambda t: t[skip:]),
+    }
+    rest = {name: source for name, source in sources.items() if name not in {*found, *biases}}
+    return {**rest, **heads}
+
+
+def _heads_of_bank(
+    sources: dict[str, TensorSource], count: int, config: DiTConfig
+) -> Mapping[str, TensorSource]:
+    """Heads stored below each other in the base layer, whole or as offsets to the first."""
+    skip = _base_entries(count, config)
+    weight, bias = sources["final_layer.video_out.weight"], sources["final_layer.video_out.bias"]
+
+    def whole(parts: list[Tensor], which: int) -> Tensor:
+        blocks = [
+            part.reshape(count, config.row_size, *part.shape[1:]) for part in parts
+        ]  # [n, row, C] and [n, row]
+        norms = blocks[0].flatten(1).float().norm(dim=1)
+        offsets = bool(norms[1:].mean() < OFFSET_NORM * norms[0])
+        full = blocks[which]
+        return torch.cat([full[:1], full[1:] + full[:1]]) if offsets else full
+
+    both = [weight, bias]
+    return {
+        **sources,
+        "final_layer.heads.weight": _join(both, lambda parts: whole(parts, 0)[skip:]),
+        "final_layer.heads.bias": _join(both, lambda parts: whole(parts, 1)[skip:]),
+        "final_layer.video_out.weight": _then(weight, lambda t: t[: config.row_size]),
+        "final_layer.video_out.bias": _then(bias, lambda t: t[: config.row_size]),
+    }
+
+
+def _base_entries(count: int, config: DiTConfig) -> int:
+    """How many of the stored heads are the base layer in front of the steps' own: 0 or 1."""
+    if count - config.pdd_heads in (0, 1):
+        return count - config.pdd_heads
+    raise WeightsError(
+        f"the checkpoint holds {count} output heads, its config asks for {config.pdd_heads}: there must be "
+        "one for each step, or one more with the base layer. Correct pdd_heads in transformer/config.json."
+    )
+
+
+def _first_of(tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+def _numbers_in(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]

@@ -1,0 +1,389 @@
+"""What a checkpoint of the H3-Image family says about itself, as frozen dataclasses. Torch-free.
+
+Published facts and guesses have the same form here: a value read from the checkpoint's JSON, else the default
+below. Defaults that nobody has published (`unpublished` in the readers) leave a line in `notes` when they are
+used, so that a plan can say what it stands on. Two spellings of a key are accepted: the original checkpoint's
+and diffusers'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from portable_dit.errors import WeightsError
+
+# Per-channel statistics of the H3 video VAE, MiniMax-H3 video_vae/config.json. The image VAE's own are
+# unpublished.
+H3_LATENTS_MEAN = (
+    0.858090341091156, -0.9606591463088989, 1.0661640167236328, -0.5090325474739075, -0.2727581858634949,
+    -1.3675414323806763, -0.2553254961967468, -0.26907554268836975, -0.5376840829849243, -0.0464097298681736,
+    0.6657370328903198, 0.19690127670764923, -0.5460608005523682, -0.4035342037677765, -0.23683024942874908,
+    0.25928452610969543, -0.30133944749832153, 0.211341992020607, -1.1206848621368408, 0.3581933379173279,
+    -0.04225143790245056, 0.2604829967021942, 0.22864092886447906, 0.7056031823158264,
+)  # fmt: skip
+H3_LATENTS_STD = (
+    1.2223774194717407, 1.2767263650894165, 1.6831774711608887, 1.7549455165863037, 1.5636216402053833,
+    2.194143533706665, 0.9653137922286987, 1.0569885969161987, 0.841948926448822, 0.7729952931404114,
+    1.8955937623977661, 0.946841835975647, 0.7996809482574463, 0.44988900423049927, 0.7197399735450745,
+    0.6936293244361877, 2.961095094680786, 2.7694199085235596, 3.0496184825897217, 2.1088054180145264,
+    3.276226282119751, 3.1627357006073, 2.2816812992095947, 2.6127843856811523,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    """The transformer. Defaults: MiniMax-H3 transformer/config.json, without the audio keys.
+
+    adaln_form: "mlp" feeds every block's modulation from a time MLP, "curve" from a table over time of
+    `curve_dim` columns (the form that re-packed checkpoints use). pdd_heads: output heads, one for each step;
+    0 means that the one `video_out` serves every step. qkv_rows: order of the fused rows in the file,
+    "interleaved" (q, k, v of head 0, then of head 1, ...) or "stacked" (all q, all k, all v). Both have one
+    shape, so a mix-up loads in silence.
+    """
+
+    hidden_size: int = 5376
+    num_layers: int = 50
+    token_refiner_num_layers: int = 2
+    num_attention_heads: int = 56
+    attention_head_dim: int = 128
+    ffn_hidden_size: int = 14336
+    latents_dim: int = 24
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    text_dim: int = 5120
+    timestep_input_dim: int = 256
+    time_embed_hidden_size: int = 5376
+    time_embed_dim: int = 2688
+    rope_inv_freq_len: int = 16
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    qk_norm_eps: float = 1e-5
+    final_norm_eps: float = 1e-5
+    num_tags: int = 3
+    pdd_heads: int = 6
+    adaln_form: str = "mlp"
+    curve_dim: int = 8
+    curve_grid: int = 1025
+    qkv_rows: str = "interleaved"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def row_size(self) -> int:
+        """Values in one row of patchified latents."""
+        t, h, w = self.patch_size
+        return self.latents_dim * t * h * w
+
+    @property
+    def modulation_input(self) -> int:
+        return self.curve_dim if self.adaln_form == "curve" else self.time_embed_dim
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> DiTConfig:
+        known = dict(raw)
+        if "adaln_out_features" in raw and "hidden_size" in raw:
+            known.setdefault("num_tags", raw["adaln_out_features"] // (6 * raw["hidden_size"]))
+        return _read(cls, known, _DIT_SPELLINGS, unpublished=("pdd_heads",), where="transformer/config.json")
+
+    def to_dict(self) -> dict[str, Any]:
+        return _plain(self)
+
+
+@dataclass(frozen=True)
+class VAEConfig:
+    """The image VAE: a convolutional encoder and a ViT decoder. Defaults: sizes counted from H3-Image's file.
+
+    downsample_stages: of the encoder's stages, how many halve the picture. refine_channels: width of a small
+    convolutional tail after the patches, 0 = none. posterior: "sample" (CPU generator of `posterior_seed`,
+    latent rounded to float16) or "mode".
+    """
+
+    latent_channels: int = 24
+    block_out_channels: tuple[int, ...] = (128, 256, 256, 512, 512, 1024)
+    layers_per_block: int = 2
+    downsample_stages: int = 4
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-6
+    decoder_hidden_size: int = 1024
+    decoder_num_layers: int = 24
+    decoder_num_attention_heads: int = 16
+    decoder_attention_head_dim: int = 64
+    decoder_ffn_mult: int = 4
+    decoder_num_register_tokens: int = 4
+    decoder_norm_eps: float = 1e-5
+    rope_theta: float = 100.0
+    rope_ratio: float = 0.75
+    rope_axes: int = 3
+    latents_mean: tuple[float, ...] = H3_LATENTS_MEAN
+    latents_std: tuple[float, ...] = H3_LATENTS_STD
+    tile_size: int = 256
+    tile_overlap: int = 64
+    posterior: str = "sample"
+    posterior_seed: int = 42
+    refine_channels: int = 0
+    qkv_rows: str = "interleaved"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> int:
+        """Pixels per latent cell along one side."""
+        return int(2**self.downsample_stages)
+
+    @property
+    def rope_pairs(self) -> int:
+        """Rotated channel pairs of each decoder head, all axes together."""
+        return int(self.decoder_attention_head_dim * self.rope_ratio) // 2
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> VAEConfig:
+        known = dict(raw)
+        heads = raw.get("decoder_num_attention_heads", cls.decoder_num_attention_heads)
+        head_dim = raw.get("decoder_attention_head_dim", cls.decoder_attention_head_dim)
+        known.setdefault("decoder_hidden_size", heads * head_dim)
+        if "spatial_downsample_factors" in raw:
+            known.setdefault("downsample_stages", sum(f == 2 for f in raw["spatial_downsample_factors"]))
+        guesses = (
+            "latents_mean",
+            "latents_std",
+            "tile_size",
+            "tile_overlap",
+            "rope_theta",
+            "rope_ratio",
+            "rope_axes",
+        )
+        config = _read(cls, known, _VAE_SPELLINGS, unpublished=guesses, where="vae/config.json")
+        for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
+            if len(values) != config.latent_channels:
+                raise WeightsError(
+                    f"vae/config.json: {len(values)} values in {name} for {config.latent_channels} latent "
+                    "channels: there must be one for each. Restore the file from the checkpoint."
+                )
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        return _plain(self)
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """The conditioner. kind "mini": a frozen table, a projection and a few causal Qwen3-style layers.
+
+    picture_labels: put "<Picture i>: " before the prompt for each reference. max_tokens: longer prompts are
+    refused.
+    """
+
+    kind: str = "mini"
+    vocab_size: int = 30522
+    table_dim: int = 64
+    hidden_size: int = 192
+    num_layers: int = 2
+    num_attention_heads: int = 3
+    head_dim: int = 64
+    ffn_size: int = 512
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_tokens: int = 64
+    picture_labels: bool = False
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> TextConfig:
+        return _read(cls, raw, _TEXT_SPELLINGS, unpublished=(), where="text_encoder/config.json")
+
+    def to_dict(self) -> dict[str, Any]:
+        return _plain(self)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The steps of the distilled model and what its references look like to it.
+
+    base_schedule: unshifted noise levels 1 -> 0, None = uniform. condition_time: how clean references are, 1
+    = clean; they are mixed with that much noise. reference_rule: "area" scales a reference to about
+    `reference_pixels`, "short_edge" scales its short side to the root of that, "fit" only shrinks it to at
+    most that area.
+    """
+
+    shift: float = 12.0
+    num_inference_steps: int = 6
+    base_schedule: tuple[float, ...] | None = None
+    condition_time: float = 0.999
+    reference_rule: str = "area"
+    reference_pixels: int = 1024 * 1024
+    max_references: int = 16
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> SchedulerConfig:
+        guesses = ("shift", "condition_time", "reference_rule", "max_references")
+        return _read(cls, raw, {}, unpublished=guesses, where="scheduler/scheduler_config.json")
+
+    def to_dict(self) -> dict[str, Any]:
+        return _plain(self)
+
+
+@dataclass(frozen=True)
+class CanvasConfig:
+    """Which pictures the checkpoint draws, from the block "canvas" of model_index.json."""
+
+    multiple: int = 32
+    min_side: int = 256
+    max_side: int = 8192
+    max_pixels: int = 20_000_000
+    max_ratio: float = 3.0
+    default_width: int = 2048
+    default_height: int = 2048
+    max_prompt_characters: int = 8000
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> CanvasConfig:
+        return _read(cls, raw, {}, unpublished=(), where="model_index.json, block canvas")
+
+    def to_dict(self) -> dict[str, Any]:
+        return _plain(self)
+
+
+@dataclass(frozen=True)
+class H3Config:
+    """All components of one checkpoint. folder: where it lies, for what is no tensor (the word list)."""
+
+    dit: DiTConfig = field(default_factory=DiTConfig)
+    vae: VAEConfig = field(default_factory=VAEConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    canvas: CanvasConfig = field(default_factory=CanvasConfig)
+    folder: Path | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        parts = (self.dit, self.vae, self.text, self.scheduler, self.canvas)
+        return tuple(note for part in parts for note in part.notes)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> H3Config:
+        """The configs of a checkpoint folder laid out as model_index.json + one folder for each component.
+
+        Raises WeightsError when a config is missing or is not JSON.
+        """
+        root = Path(path)
+        index = _json(root / "model_index.json")
+        private = index.get("_minimax_h3", {})
+        scheduler = dict(_json(root / "scheduler" / "scheduler_config.json", required=False))
+        if "video" in private.get("sigma_shift_scales", {}):
+            scheduler.setdefault("shift", private["sigma_shift_scales"]["video"])
+        if "base_schedule" in private:
+            scheduler.setdefault("base_schedule", private["base_schedule"])
+        dit = DiTConfig.from_dict(_json(root / "transformer" / "config.json"))
+        config = cls(
+            dit=dit,
+            vae=VAEConfig.from_dict(_json(root / "vae" / "config.json")),
+            text=TextConfig.from_dict(_json(root / "text_encoder" / "config.json")),
+            scheduler=SchedulerConfig.from_dict(scheduler),
+            canvas=CanvasConfig.from_dict(index.get("canvas", {})),
+            folder=root,
+        )
+        if config.text.kind == "mini" and config.text.hidden_size != dit.text_dim:
+            raise WeightsError(
+                f"{root}: the text encoder gives states of width {config.text.hidden_size}, the transformer "
+                f"takes {dit.text_dim}: they must be equal. Check both config.json files."
+            )
+        return config
+
+
+_DIT_SPELLINGS = {
+    "num_refiner_layers": "token_refiner_num_layers",
+    "ffn_dim": "ffn_hidden_size",
+    "in_channels": "latents_dim",
+    "freq_dim": "timestep_input_dim",
+    "time_embed_hidden_dim": "time_embed_hidden_size",
+    "rope_freq_dim": "rope_inv_freq_len",
+    "num_pdd_heads": "pdd_heads",
+    "pdd_num_heads": "pdd_heads",
+}
+_VAE_SPELLINGS = {
+    "vae_tile_size": "tile_size",
+    "vae_tile_overlap_min": "tile_overlap",
+    "z_channels": "latent_channels",
+    "decoder_rope_theta": "rope_theta",
+    "decoder_rope_dim_ratio": "rope_ratio",
+}
+_TEXT_SPELLINGS = {
+    "num_hidden_layers": "num_layers",
+    "intermediate_size": "ffn_size",
+    "max_position_embeddings": "max_tokens",
+}
+
+Config = TypeVar("Config", DiTConfig, VAEConfig, TextConfig, SchedulerConfig, CanvasConfig)
+
+
+def _read(
+    cls: type[Config],
+    raw: Mapping[str, Any],
+    spellings: Mapping[str, str],
+    *,
+    unpublished: tuple[str, ...],
+    where: str,
+) -> Config:
+    """A config from a JSON object. Keys of other libraries are left alone; wrong types are refused."""
+    named = {spellings.get(key, key): value for key, value in raw.items()}
+    config = cls()
+    values: dict[str, Any] = {}
+    for f in fields(cls):
+        if f.name == "notes" or f.name not in named:
+            continue
+        default, value = getattr(config, f.name), named[f.name]
+        if isinstance(value, list):
+            value = tuple(value)
+        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        optional = default is None and (value is None or isinstance(value, tuple))
+        if not optional and type(value) is not type(default):
+            kind = "list" if default is None else type(default).__name__
+            raise WeightsError(
+                f"{where}: {f.name} = {value!r} must be a {kind}, such as {_short(default)}. "
+                "Restore the file from the checkpoint."
+            )
+        values[f.name] = value
+    notes = tuple(
+        f"{where} does not give {name}; using {_short(getattr(config, name))}, inferred from the family."
+        for name in unpublished
+        if name not in named
+    )
+    return replace(config, **values, notes=notes)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) > 3:
+        return f"{len(value)} values of the H3 video VAE"
+    return str(value)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """The config as JSON-able values, without notes, for a file written from the modules' own state dict."""
+    values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(config).items() if k != "notes"}
+    return {**values, "qkv_rows": "stacked"} if "qkv_rows" in values else values
+
+
+def _json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    if not path.is_file():
+        if not required:
+            return {}
+        raise WeightsError(
+            f"{path}: missing. A checkpoint of this family needs it; is the download complete?"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"{path}: not readable as JSON ({error}). Restore it from the checkpoint."
+        ) from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: must hold a JSON object. Restore it from the checkpoint.")
+    return value

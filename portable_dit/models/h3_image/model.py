@@ -1,0 +1,227 @@
+"""H3-Image as the engine sees it: components, and the stages of a request.
+
+Letters: B batch, L text rows, R reference rows, T target rows, S = L + R + T, C channels, h w latent cells, H
+W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from portable_dit.errors import WeightsError, near
+from portable_dit.masks import NO_MASK, Mask
+from portable_dit.models.h3_image.config import H3Config
+from portable_dit.models.h3_image.dit import Block, H3Transformer, ModulationTables
+from portable_dit.models.h3_image.packing import TARGET_TIME, Packing, pack, patchify, unpatchify
+from portable_dit.models.h3_image.schedule import all_times, make_schedule, reference_time
+from portable_dit.models.h3_image.spec import H3Spec, make_spec
+from portable_dit.models.h3_image.text import Conditioner, Conditioning, MiniTextEncoder, WordPiece
+from portable_dit.models.h3_image.vae import ImageVAE
+from portable_dit.models.spec import COMPONENTS, Schedule
+from portable_dit.ops import Modulation, Rotary
+
+PREVIEW_CELLS = 16  # of a preview's longer side: one tile, whatever the size of the picture
+
+
+def build(config: H3Config, dtypes: Mapping[str, torch.dtype], *, spec: H3Spec | None = None) -> H3Image:
+    """The model on the meta device, each component in its dtype. Weights come next, then `finish_loading`.
+
+    Raises WeightsError when the parts of the checkpoint do not belong together.
+    """
+    heads, steps = config.dit.pdd_heads, config.scheduler.num_inference_steps
+    if heads not in (0, steps):
+        raise WeightsError(
+            f"{heads} output heads for {steps} steps: there must be one for each step. Check pdd_heads in "
+            "transformer/config.json and num_inference_steps in scheduler/scheduler_config.json."
+        )
+    if config.text.kind != "mini" or config.folder is None:
+        raise WeightsError(
+            f"text encoder of kind {config.text.kind!r}: this version runs only the small built-in one, kind "
+            "'mini', from a folder with its vocab.txt. Use model h3-mini."
+        )
+    tokenizer = WordPiece.from_folder(config.folder / "text_encoder")
+    with torch.device("meta"):
+        return H3Image(
+            config=config,
+            spec=spec or make_spec("h3-image", config),
+            dit=H3Transformer(config.dit, dtypes["dit"]),
+            vae=ImageVAE(config.vae, dtypes["vae"]),
+            conditioner=Conditioner(MiniTextEncoder(config.text, dtypes["text_encoder"]), tokenizer),
+        )
+
+
+@dataclass(frozen=True)
+class BoundBlock:
+    """A block with its fixed modulation table."""
+
+    block: Block
+    table: Tensor
+
+    def __call__(self, x: Tensor, index: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
+        out: Tensor = self.block(x, Modulation(self.table, index), rotary, mask)
+        return out
+
+
+@dataclass(frozen=True)
+class H3Denoiser:
+    """The transformer bound to one request; see `models.spec.Denoiser`.
+
+    shape: (h, w) of the target. prefix: [1, L + R, C]. indices: for each step, int64 [1, S] into the blocks'
+    tables. final_indices: for each step, int64 [1, T] into the final one.
+    """
+
+    dit: H3Transformer
+    blocks: tuple[BoundBlock, ...]
+    shape: tuple[int, int]
+    prefix: Tensor
+    rotary: Rotary
+    indices: tuple[Tensor, ...]
+    final_table: Tensor
+    final_indices: tuple[Tensor, ...]
+
+    def embed(self, latents: Tensor, step: int) -> tuple[Tensor, tuple[Tensor, Rotary, Mask]]:
+        """latents: float32 [B, latent channels, h, w] -> hidden rows [B, S, C] and what every block takes."""
+        batch = latents.shape[0]
+        hidden = self.dit.embed(patchify(latents), self.prefix.expand(batch, -1, -1))
+        return hidden, (self.indices[step].expand(batch, -1), self.rotary, NO_MASK)
+
+    def head(self, hidden: Tensor, step: int) -> Tensor:
+        """Hidden rows [B, S, C] -> velocity float32 [B, latent channels, h, w]."""
+        index = self.final_indices[step].expand(hidden.shape[0], -1)
+        which = step if self.dit.config.pdd_heads else None
+        rows = self.dit.head(hidden, index.shape[1], Modulation(self.final_table, index), which)
+        return unpatchify(rows, *self.shape)
+
+
+class H3Image:
+    """A loaded model; see `models.spec.Model`."""
+
+    def __init__(
+        self, *, config: H3Config, spec: H3Spec, dit: H3Transformer, vae: ImageVAE, conditioner: Conditioner
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self.dit = dit
+        self.vae = vae
+        self.conditioner = conditioner
+        self._times: tuple[float, ...] = ()
+        self._tables: ModulationTables | None = None
+
+    def component(self, name: str) -> nn.Module:
+        """The module of "text_encoder", "dit" or "vae"."""
+        modules = {"text_encoder": self.conditioner.encoder, "dit": self.dit, "vae": self.vae}
+        if name not in modules:
+            raise ValueError(f"component {name!r}.{near(name, COMPONENTS)}")
+        return modules[name]
+
+    @torch.no_grad()
+    def finish_loading(self, schedule: Schedule) -> None:
+        """Turns modulation, which depends on the times alone, into small tables and drops 40 % of the
+        weights.
+        """
+        self._times = all_times(self.config.scheduler, schedule)
+        self._tables = self.dit.modulation_tables(self._times)
+        self.dit.drop_adaln()
+
+    def schedule(self, steps: int) -> Schedule:
+        """The noise levels for so many steps. Raises RequestError for steps the model is not distilled
+        for.
+        """
+        return make_schedule(self.config.scheduler, steps, heads=self.config.dit.pdd_heads)
+
+    @torch.no_grad()
+    def encode_prompt(self, prompt: str, references: Sequence[np.ndarray]) -> Conditioning:
+        """Text states and tags. Raises RequestError when the prompt holds nothing, or too much."""
+        return self.conditioner(prompt, len(references))
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        prompt: Conditioning,
+        references: Sequence[np.ndarray],
+        width: int,
+        height: int,
+        schedule: Schedule,
+        seed: int,
+    ) -> H3Denoiser:
+        """References encoded and packed behind the text; see `models.spec.Model`."""
+        device = self.dit.video_patch_proj.weight.device
+        tables = self._tables_on(device)
+        latents = [self._reference_latents(image, len(references), seed) for image in references]
+        _, h, w = self.latent_shape(width, height)
+        packing = pack(prompt.tags, [(z.shape[-2], z.shape[-1]) for z in latents], (h, w))
+        prefix = self.dit.prefix(prompt.states[None].to(device), [patchify(z).to(device) for z in latents])
+        indices, final_indices = self._indices(packing, schedule, device)
+        return H3Denoiser(
+            dit=self.dit,
+            blocks=tuple(map(BoundBlock, cast(Sequence[Block], self.dit.blocks), tables.blocks)),
+            shape=(h, w),
+            prefix=prefix,
+            rotary=self.dit.rotary(packing.positions[None].float().to(device)),
+            indices=indices,
+            final_table=tables.final,
+            final_indices=final_indices,
+        )
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """(latent channels, h, w) of a picture."""
+        ratio = self.config.vae.ratio
+        return self.config.vae.latent_channels, height // ratio, width // ratio
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents float32 [1, C, h, w] -> pixels uint8 [H, W, 3]."""
+        return self.vae.decode(latents)[0]
+
+    @torch.no_grad()
+    def preview(self, latents: Tensor) -> Tensor:
+        """The picture at one tile's size or less, from latents averaged down: uint8 [H, W, 3]."""
+        shrink = max(latents.shape[-2:]) / PREVIEW_CELLS
+        if shrink > 1:
+            size = [max(1, round(side / shrink)) for side in latents.shape[-2:]]
+            latents = F.interpolate(latents, size=size, mode="area")
+        return self.vae.decode(latents)[0]
+
+    def _tables_on(self, device: torch.device) -> ModulationTables:
+        """The fixed tables where the transformer is now; they stay there, since they are small."""
+        assert self._tables is not None, "finish_loading comes first"
+        blocks = tuple(table.to(device) for table in self._tables.blocks)
+        self._tables = ModulationTables(blocks, self._tables.final.to(device))
+        return self._tables
+
+    def _reference_latents(self, image: np.ndarray, num_references: int, seed: int) -> Tensor:
+        """A reference as the transformer sees it, encoded and with a thousandth of noise: [1, C, h, w].
+
+        The noise follows the original: for every reference a fresh generator with the request's seed, drawn
+        for one frame more than there are references, of which the first frame is used.
+        """
+        device = self.vae.post_quant_conv.weight.device
+        pixels = torch.from_numpy(np.array(image))[None].to(device)  # a copy: image may be read-only
+        clean = self.vae.encode(pixels)
+        batch, channels, h, w = clean.shape
+        generator = torch.Generator("cpu").manual_seed(seed)
+        noise = torch.randn((batch, channels, 1 + num_references, h, w), generator=generator)[:, :, 0]
+        time = self.config.scheduler.condition_time
+        return time * clean + (1.0 - time) * noise.to(device)
+
+    def _indices(
+        self, packing: Packing, schedule: Schedule, device: torch.device
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """For every step, where rows find their modulation: [1, S] into block tables, [1, T] into the
+        final.
+        """
+        blocks, finals = [], []
+        for time in schedule.times:
+            both = (time, reference_time(self.config.scheduler, time))
+            places = torch.tensor([self._times.index(value) for value in both])
+            index = places[packing.row_times] * self.config.dit.num_tags + packing.tags  # [S]
+            blocks.append(index[None].to(device))
+            finals.append(torch.full((1, packing.target_rows), int(places[TARGET_TIME]), device=device))
+        return tuple(blocks), tuple(finals)

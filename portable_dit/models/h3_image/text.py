@@ -1,0 +1,183 @@
+"""From a prompt to text states.
+
+A conditioner gives states [L, text_dim] and a tag for each row. The small checkpoint has a conditioner of its
+own, a frozen word-piece table and two causal Qwen3-style layers; the big one takes a layer of Qwen3-VL, which
+sees the references too. Both answer through `Conditioning`, so nothing behind this file knows which one
+spoke.
+
+Letters: B batch, L tokens, C channels, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers import models as tokenizer_models
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from torch import Tensor, nn
+
+from portable_dit.errors import RequestError, WeightsError
+from portable_dit.masks import NO_MASK, Causal, Mask
+from portable_dit.models.h3_image.config import TextConfig
+from portable_dit.ops import Attention, HeadNormRotary, RMSNorm, Rotary, SwiGLU
+
+IMAGE_TAG, TEXT_TAG = 0, 1
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What the transformer is told.
+
+    states: [L, text_dim] in the encoder's dtype. tags: int64 [L], 1 for words, 0 for rows seen in a picture.
+    """
+
+    states: Tensor
+    tags: Tensor
+
+
+class WordPiece:
+    """Word pieces of lower-cased text. No special tokens: "[SEP]" in a prompt is five ordinary characters."""
+
+    def __init__(self, vocab: Path) -> None:
+        if not vocab.is_file():
+            raise WeightsError(
+                f"{vocab}: missing. The text encoder needs its word list; is the checkpoint complete?"
+            )
+        words = tokenizer_models.WordPiece.read_file(str(vocab))
+        self._tokenizer = Tokenizer(tokenizer_models.WordPiece(words, unk_token="[UNK]"))
+        self._tokenizer.normalizer = BertNormalizer(lowercase=True)
+        self._tokenizer.pre_tokenizer = BertPreTokenizer()
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> WordPiece:
+        """The tokenizer of a text encoder's folder, from its vocab.txt."""
+        return cls(Path(folder) / "vocab.txt")
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class TextAttention(nn.Module):
+    """Causal attention with normalised queries and keys."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        inner = config.num_attention_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.q_norm = HeadNormRotary(config.head_dim, config.rms_norm_eps)
+        self.k_norm = HeadNormRotary(config.head_dim, config.rms_norm_eps)
+        self.attend = Attention(config.num_attention_heads, config.head_dim)
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rotary)  # [B, L, N, D]
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rotary)  # [B, L, N, D]
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, L, N, D]
+        out: Tensor = self.o_proj(self.attend(q, k, v, mask).flatten(2))
+        return out
+
+
+class TextMLP(nn.Module):
+    """Gated feed-forward with Qwen3's names."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.down_proj = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
+        self.act = SwiGLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_value = torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)
+        out: Tensor = self.down_proj(self.act(gate_value))
+        return out
+
+
+class TextLayer(nn.Module):
+    """One Qwen3-style decoder layer."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = TextAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = TextMLP(config)
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class MiniTextEncoder(nn.Module):
+    """Word table, projection and causal layers: token ids int64 [B, L] -> states [B, L, hidden_size].
+
+    Causal, so what follows a token cannot change its state, and padding on the right is harmless. The states
+    are those before any final norm, as the big model takes its own.
+    """
+
+    def __init__(self, config: TextConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.table_dim)
+        self.embed_proj = nn.Linear(config.table_dim, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(TextLayer(config) for _ in range(config.num_layers))
+        self.to(dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed_proj(self.embed_tokens(ids))  # [B, L, C]
+        rotary = self._rotary(ids.shape[1], x)
+        mask: Mask = NO_MASK if ids.shape[1] == 1 else Causal()
+        for layer in self.layers:
+            x = layer(x, rotary, mask)
+        return x
+
+    def _rotary(self, length: int, like: Tensor) -> Rotary:
+        pairs = self.config.head_dim // 2
+        exponent = torch.arange(pairs, dtype=torch.float32, device=like.device) / pairs
+        positions = torch.arange(length, dtype=torch.float32, device=like.device)
+        angles = positions[:, None] * (1.0 / self.config.rope_theta**exponent)  # [L, pairs] float32
+        return Rotary(angles.cos().to(like.dtype)[None], angles.sin().to(like.dtype)[None])
+
+
+class Conditioner:
+    """A text encoder with its tokenizer."""
+
+    def __init__(self, encoder: MiniTextEncoder, tokenizer: WordPiece) -> None:
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+
+    def ids(self, prompt: str, num_references: int) -> list[int]:
+        """Tokens of the labels, each on its own, then of the prompt, so that no piece spans a border.
+
+        Raises RequestError when nothing is left of the prompt, or too much.
+        """
+        limit = self.encoder.config.max_tokens
+        pieces = []
+        if self.encoder.config.picture_labels:
+            for number in range(1, num_references + 1):
+                pieces += self.tokenizer.encode(f"<Picture {number}>: ")
+        words = self.tokenizer.encode(prompt)
+        if not words:
+            raise RequestError(f"prompt {prompt!r}: holds no words. Say what to draw.")
+        if len(pieces) + len(words) > limit:
+            raise RequestError(
+                f"prompt of {len(pieces) + len(words)} tokens ({len(prompt)} characters): this model takes "
+                f"at most {limit}. Shorten it to about {limit * 3 // 4} words."
+            )
+        return pieces + words
+
+    @torch.no_grad()
+    def __call__(self, prompt: str, num_references: int = 0) -> Conditioning:
+        ids = self.ids(prompt, num_references)
+        tokens = torch.tensor([ids], device=self.encoder.embed_tokens.weight.device)
+        states = self.encoder(tokens)[0]
+        return Conditioning(states, torch.full((len(ids),), TEXT_TAG, device=states.device))

@@ -1,0 +1,104 @@
+"""Noise, noise levels and the denoise loop.
+
+Sigma is the noise level, 1 -> 0; time is 1 - sigma, and 1 is clean. Everything here is float32: these few
+numbers decide the picture, and they must be the same on every device.
+
+Letters: B batch, C latent channels, h w latent cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from portable_dit.errors import Cancelled
+
+if TYPE_CHECKING:
+    from portable_dit.models.spec import Denoiser, Schedule
+
+
+def draw_noise(shape: Sequence[int], seed: int) -> Tensor:
+    """Standard normal noise, float32 on the CPU, from a generator of its own.
+
+    So no device, layout or batch mate changes it.
+    """
+    return torch.randn(tuple(shape), generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32)
+
+
+def uniform_sigmas(steps: int) -> tuple[float, ...]:
+    """steps + 1 equally spaced float32 noise levels, 1 -> 0."""
+    return tuple(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float32).tolist())
+
+
+def shift_sigmas(sigmas: Sequence[float], shift: float) -> tuple[float, ...]:
+    """Sigmas moved towards the noisy end, where the picture's layout is decided; float32 arithmetic.
+
+    sigmas: 1 -> 0. shift: > 0, 1 leaves them as they are. Raises ValueError when shift <= 0.
+    Source: SD3 (arXiv 2403.03206), resolution-dependent shift.
+    """
+    if shift <= 0:
+        raise ValueError(f"shift = {shift}: must be positive; 1 leaves the noise levels as they are.")
+    levels = torch.tensor(sigmas, dtype=torch.float32)
+    return tuple((shift * levels / (1 + (shift - 1) * levels)).tolist())
+
+
+def times_of(sigmas: Sequence[float]) -> tuple[float, ...]:
+    """The time of every step, 1 - sigma in float32; the last sigma has no step."""
+    return tuple((1.0 - torch.tensor(sigmas[:-1], dtype=torch.float32)).tolist())
+
+
+def euler_step(latents: Tensor, velocity: Tensor, *, time: float, sigma: float, sigma_next: float) -> Tensor:
+    """The latents at the next noise level, for a velocity that points towards the data; all float32.
+
+    The noise left is taken from the time for the clean estimate and from the sigmas for the blend. The two
+    differ in the last bits below sigma 0.5; the family's schedulers do it this way, and so the pictures match
+    to the bit.
+    """
+    left = _float32(1.0) - _float32(time)
+    clean = latents + left.item() * velocity
+    ratio = _float32(sigma_next) / _float32(sigma)
+    return ratio.item() * latents + (1.0 - ratio).item() * clean
+
+
+def denoise(
+    denoiser: Denoiser,
+    latents: Tensor,
+    schedule: Schedule,
+    *,
+    on_step: Callable[[int, Tensor], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> Tensor:
+    """Noise float32 [B, C, h, w] -> clean latents of the same shape.
+
+    on_step: told the number of steps done and the latents after each. cancelled: asked before each step; when
+    it says yes, Cancelled is raised and nothing of the request is kept.
+    """
+    for step, time in enumerate(schedule.times):
+        if cancelled is not None and cancelled():
+            raise Cancelled(f"cancelled after {step} of {schedule.steps} steps.")
+        velocity = predict(denoiser, latents, step)
+        latents = euler_step(
+            latents,
+            velocity,
+            time=time,
+            sigma=schedule.sigmas[step],
+            sigma_next=schedule.sigmas[step + 1],
+        )
+        if on_step is not None:
+            on_step(step + 1, latents)
+    return latents
+
+
+def predict(denoiser: Denoiser, latents: Tensor, step: int) -> Tensor:
+    """One evaluation: the velocity in the shape of the latents, float32."""
+    hidden, arguments = denoiser.embed(latents, step)
+    for block in denoiser.blocks:
+        hidden = block(hidden, *arguments)
+    return denoiser.head(hidden, step)
+
+
+def _float32(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)

@@ -1,0 +1,102 @@
+"""Configs of a checkpoint: two spellings, defaults that are admitted, and errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from h3_tiny import CONFIG, DIT, TEXT, VAE, write_checkpoint
+
+from portable_dit.errors import WeightsError
+from portable_dit.models.h3_image.config import DiTConfig, H3Config, SchedulerConfig, VAEConfig
+
+ORIGINAL = {
+    "hidden_size": 5376, "num_layers": 50, "token_refiner_num_layers": 2, "num_attention_heads": 56,
+    "attention_head_dim": 128, "ffn_hidden_size": 14336, "latents_dim": 24, "patch_size": [1, 2, 2],
+    "text_dim": 5120, "timestep_input_dim": 256, "time_embed_hidden_size": 5376, "time_embed_dim": 2688,
+    "adaln_out_features": 96768, "final_adaln_out_features": 10752, "rope_inv_freq_len": 16, "norm_eps": 1e-5,
+}  # fmt: skip
+DIFFUSERS = {
+    "hidden_size": 5376, "num_layers": 50, "num_refiner_layers": 2, "num_attention_heads": 56,
+    "attention_head_dim": 128, "ffn_dim": 14336, "in_channels": 24, "audio_in_channels": 32,
+    "patch_size": [1, 2, 2], "text_dim": 5120, "freq_dim": 256, "time_embed_hidden_dim": 5376,
+    "time_embed_dim": 2688, "rope_freq_dim": 16, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def test_both_spellings_of_the_full_model_mean_one_config() -> None:
+    assert DiTConfig.from_dict(ORIGINAL) == DiTConfig.from_dict(DIFFUSERS)
+    assert DiTConfig.from_dict(ORIGINAL).num_tags == 3
+
+
+def test_a_default_that_nobody_published_is_admitted() -> None:
+    assert any("pdd_heads" in note and "6" in note for note in DiTConfig.from_dict(ORIGINAL).notes)
+    assert DiTConfig.from_dict({**ORIGINAL, "pdd_heads": 6}).notes == ()
+    notes = SchedulerConfig.from_dict({}).notes
+    assert any("shift" in note and "12.0" in note for note in notes)
+
+
+def test_a_vae_config_in_diffusers_spelling_gives_the_published_sizes() -> None:
+    config = VAEConfig.from_dict(
+        {
+            "decoder_num_layers": 24,
+            "decoder_num_attention_heads": 16,
+            "spatial_downsample_factors": [2, 2, 2, 2, 1, 1],
+            "decoder_rope_theta": 100.0,
+            "decoder_rope_dim_ratio": 0.75,
+        }
+    )
+    assert config.ratio == 16
+    assert config.decoder_hidden_size == 1024
+    assert config.rope_pairs == 24
+    assert any("latents_mean" in note for note in config.notes)
+
+
+def test_a_value_of_the_wrong_kind_is_refused_by_name() -> None:
+    with pytest.raises(WeightsError, match=r"transformer/config\.json: num_layers = 'fifty' must be a int"):
+        DiTConfig.from_dict({**ORIGINAL, "num_layers": "fifty"})
+
+
+def test_latent_statistics_must_have_a_value_for_each_channel() -> None:
+    with pytest.raises(WeightsError, match="24 values in latents_mean for 8 latent channels"):
+        VAEConfig.from_dict({"latent_channels": 8})
+
+
+def test_a_grid_that_is_not_a_list_is_refused() -> None:
+    with pytest.raises(WeightsError, match="base_schedule = 'simple' must be a list"):
+        SchedulerConfig.from_dict({"base_schedule": "simple"})
+
+
+def test_a_written_checkpoint_reads_back_as_it_was(tmp_path: Path) -> None:
+    config = H3Config.from_folder(write_checkpoint(tmp_path))
+    assert config.text == TEXT
+    assert config.vae.to_dict() == VAE.to_dict()
+    assert config.dit.to_dict() == DIT.to_dict()
+    assert config.scheduler.to_dict() == CONFIG.scheduler.to_dict()
+    assert config.canvas == CONFIG.canvas
+    assert config.notes == ()
+
+
+def test_the_shift_may_come_from_the_private_block_of_the_index(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+    private = {"_minimax_h3": {"sigma_shift_scales": {"video": 7.0}}}
+    (folder / "model_index.json").write_text(json.dumps(private))
+    assert H3Config.from_folder(folder).scheduler.shift == 7.0
+
+
+@pytest.mark.parametrize("damage", [None, "{not json", "[]"])
+def test_a_missing_or_broken_config_is_named(tmp_path: Path, damage: str | None) -> None:
+    folder = write_checkpoint(tmp_path)
+    path = folder / "vae" / "config.json"
+    path.unlink() if damage is None else path.write_text(damage)
+    with pytest.raises(WeightsError, match=r"vae/config\.json"):
+        H3Config.from_folder(folder)
+
+
+def test_text_states_of_the_wrong_width_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    (folder / "text_encoder" / "config.json").write_text(json.dumps({**TEXT.to_dict(), "hidden_size": 16}))
+    with pytest.raises(WeightsError, match=r"width 16, the transformer takes 12"):
+        H3Config.from_folder(folder)
