@@ -1,0 +1,419 @@
+"""The whole training as one chain of stages under one wall clock; `training.run_all` is its command line.
+
+Stages: vae (judge and ahead-of-time compilation run beside it), dit256, mixed, distil, eval. Every stage continues
+from what it finds in the output folder, so a chain that died, or was given more time, is started again as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from portable_dit.models.h3_image.config import H3Config
+from portable_dit.models.h3_image.vae import ImageVAE
+from training import distil, dit, vae
+from training.capture import prepare_compiler
+from training.captions import Tokenizer
+from training.checkpoint import write_json
+from training.distil import DistilSettings, DistilStage, distil_loss
+from training.dit import DiTSettings, DiTStage, Pools, flow_loss, load_trained, new_model, random_batch
+from training.export import export
+from training.feed import Feed, FeedKind
+from training.gates import Report, against_smaller, evaluate, fixed_cases
+from training.judge import Judge, load_judge, save_judge
+from training.loop import LoopSettings, Progress
+from training.model import H3Mini, load_float_table, mini_config, tiny_config
+from training.parallel import Clock, World
+from training.pool import Encoder
+from training.render import Atlas
+from training.sample import Painter, distilled, sheet, shifted
+from training.scenes import EDIT_MIX, THREE_MIX, TWO_MIX, Concepts
+from training.tiny import make_toy_data, toy_atlas
+from training.vae import VAESettings, VAEStage, load_vae, psnr
+
+log = logging.getLogger("training")
+
+STAGES = ("vae", "dit256", "mixed", "distil", "eval")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One way to run the chain. minutes: relative shares of the time; fixed_seconds: instead, for smoke runs."""
+
+    config: H3Config = field(default_factory=mini_config)
+    vae: VAESettings = field(default_factory=VAESettings)
+    dit: DiTSettings = field(default_factory=DiTSettings)
+    distil: DistilSettings = field(default_factory=DistilSettings)
+    minutes: Mapping[str, float] = field(
+        default_factory=lambda: {"vae": 6, "dit256": 8, "mixed": 6, "distil": 3, "eval": 1.5}
+    )
+    fixed_seconds: float | None = None
+    limit_steps: int | None = None
+    compile: bool = True
+    graphs: bool = True
+    in_process: bool = False
+    toy: bool = False
+    judge_minutes: float = 1.5
+    encoder_tiles: int = 128
+    scenes_chunk: int = 256
+    cases: int = 16  # of each kind in evaluations on the way
+    final_cases: int = 64
+    sizes: tuple[int, int] = (256, 512)
+
+
+def full() -> Preset:
+    return Preset()
+
+
+def smoke() -> Preset:
+    """Real sizes, a few seconds a stage: proves graphs, compilation and memory before the long run."""
+    preset = Preset()
+    loop = LoopSettings(log_seconds=3, save_seconds=8, eval_seconds=60, first_eval_seconds=6, warmup=50)
+    small = tuple(replace(b, first_fill=1024) for b in preset.dit.small)
+    large = tuple(replace(b, first_fill=128) for b in preset.dit.large)
+    return replace(
+        preset,
+        vae=replace(preset.vae, loop=loop, first_fill=1024),
+        dit=replace(preset.dit, small_loop=loop, mixed_loop=loop, small=small, large=large),
+        distil=replace(preset.distil, loop=loop),
+        fixed_seconds=12,
+        judge_minutes=0.2,
+        cases=4,
+        final_cases=4,
+    )
+
+
+def tiny() -> Preset:
+    """A toy model on toy data, for a CPU."""
+    loop = LoopSettings(log_seconds=2, save_seconds=4, eval_seconds=100, first_eval_seconds=3, warmup=2)
+    small = tuple(replace(b, batch=4, pool=32, first_fill=8, chunk=4) for b in dit.small_buckets())
+    large = tuple(replace(b, batch=2, pool=8, first_fill=2, chunk=2) for b in dit.large_buckets())
+    return Preset(
+        config=tiny_config(),
+        vae=replace(VAESettings(), batch=2, pool=32, first_fill=16, eval_images=4, stat_images=8, loop=loop),
+        dit=replace(DiTSettings(), small_loop=loop, mixed_loop=loop, small=small, large=large),
+        distil=replace(DistilSettings(), loop=loop, substeps=2),
+        fixed_seconds=60,
+        limit_steps=6,
+        compile=False,
+        graphs=False,
+        in_process=True,
+        toy=True,
+        judge_minutes=0.0,
+        encoder_tiles=8,
+        scenes_chunk=8,
+        cases=1,
+        final_cases=2,
+        sizes=(256, 256),
+    )
+
+
+class Chain:
+    """State shared by the stages of one process."""
+
+    def __init__(self, preset: Preset, *, out: Path, data: Path, minutes: float, seed: int) -> None:
+        self.world = World.start()
+        self.device = self.world.device
+        self.preset, self.out, self.seed = preset, out, seed
+        self.deadline = time.monotonic() + 60 * minutes
+        out.mkdir(parents=True, exist_ok=True)
+        if preset.toy:
+            data = out / "toy-data"
+            make_toy_data(data, table_dim=preset.config.text.table_dim)
+        self.data = data
+        self.judge_path = out / "judge.safetensors"
+        prepare(self.device)
+        self.concepts = Concepts.load(data / "concepts.json")
+        self.tokenizer = Tokenizer(data / "vocab.txt")
+        self.table = load_float_table(load_file(data / "text_table.safetensors"))
+        text = replace(preset.config.text, vocab_size=len(self.table))
+        self.config = replace(preset.config, text=text)
+        self.atlas = toy_atlas(len(self.concepts)) if preset.toy else Atlas.load(data, device=self.device)
+        self.feed = self._start_feed()
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.judge: Judge | None = None
+        self.encoder_owner: ImageVAE | None = None
+        self.small: Pools | None = None
+        self.large: Pools | None = None
+
+    def _start_feed(self) -> Feed:
+        buckets = (*self.preset.dit.small, *self.preset.dit.large)
+        kinds: list[FeedKind] = vae.feed_kinds(self.preset.scenes_chunk) + [b.feed_kind() for b in buckets]
+        return Feed(
+            kinds, self.data, seed=self.seed + 100_003 * self.world.rank, in_process=self.preset.in_process
+        )
+
+    def clock_for(self, stage: str) -> Callable[[], Clock]:
+        """A clock that starts when the loop starts and ends with the stage's share of what is left now."""
+        preset = self.preset
+        if preset.fixed_seconds is not None:
+            return lambda: Clock(
+                self.world, seconds=preset.fixed_seconds or 1.0, limit_steps=preset.limit_steps
+            )
+        shares = [preset.minutes[s] for s in STAGES[STAGES.index(stage) :]]
+        left = max(self.deadline - time.monotonic(), 30.0)
+        until = time.monotonic() + left * shares[0] / sum(shares)
+        log.info("%s: %.0f s of %.0f s", stage, until - time.monotonic(), left)
+        return lambda: Clock(self.world, seconds=max(until - time.monotonic(), 10.0))
+
+    def start_children(self) -> None:
+        """The judge and the compiler cache, as processes beside the VAE stage."""
+        if not self.world.is_first:
+            return
+        if self.preset.toy:
+            save_judge(Judge(len(self.concepts)).eval(), self.judge_path)
+        elif not self.judge_path.exists():
+            command = ["-m", "training.judge", "--data", str(self.data), "--out", str(self.judge_path)]
+            self._child([*command, "--minutes", str(self.preset.judge_minutes)], "judge.log")
+
+    def start_compiler(self) -> None:
+        if self.world.is_first and self.preset.compile and self.device.type == "cuda":
+            self._child(["-m", "training.run_all", "--precompile", "--out", str(self.out)], "precompile.log")
+
+    def _child(self, arguments: Sequence[str], log_name: str) -> None:
+        with (self.out / log_name).open("wb") as output:
+            child = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT)
+        self.children.append(child)
+
+    def wait_for_children(self, *, seconds: float) -> None:
+        """Let the children finish; a failed one is told and lived without."""
+        until = time.monotonic() + seconds
+        for child in self.children:
+            try:
+                code = child.wait(timeout=max(until - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                code = None
+            if code != 0:
+                log.warning("a side process ended with %s: %s", code, child.args)
+        self.children.clear()
+
+    # The stages.
+
+    def run_vae(self) -> None:
+        if vae.is_finished(self.out):
+            log.info("vae: already finished")
+            return
+        stage = VAEStage(
+            self.config.vae, self.preset.vae, atlas=self.atlas, feed=self.feed, world=self.world, out=self.out,
+            compile_blocks=self.preset.compile, use_graphs=self.preset.graphs, seed=self.seed,
+        )  # fmt: skip
+        stage.run(self.clock_for("vae"), on_ready=self.start_compiler)
+
+    def finished_vae(self) -> ImageVAE:
+        if self.encoder_owner is None:
+            self.world.barrier()
+            self.encoder_owner = load_vae(self.out, self.config.vae, self.device)
+            self.config = replace(self.config, vae=self.encoder_owner.config)
+        return self.encoder_owner
+
+    def pools(self, size: str) -> Pools:
+        """The small or the large pools, filled on first use."""
+        made = self.small if size == "small" else self.large
+        if made is None:
+            begin = time.monotonic()
+            encoder = Encoder(
+                self.finished_vae(), device=self.device, tiles=self.preset.encoder_tiles,
+                use_graphs=self.preset.graphs,
+            )  # fmt: skip
+            made = Pools(
+                self.preset.dit.small if size == "small" else self.preset.dit.large,
+                encoder=encoder, atlas=self.atlas, feed=self.feed, row_size=self.config.dit.row_size,
+                device=self.device,
+            )  # fmt: skip
+            if size == "small":
+                self.small = made
+            else:
+                self.large = made
+            log.info("%s pools filled in %.1f s", size, time.monotonic() - begin)
+        return made
+
+    def programs(self, *, large: bool) -> list[tuple[str, ...]]:
+        small = tuple(b.name for b in self.preset.dit.small)
+        return [tuple(b.name for b in self.preset.dit.large), small] if large else [small]
+
+    def stage_arguments(self) -> dict[str, Any]:
+        return {
+            "table": self.table, "world": self.world, "out": self.out, "compile_blocks": self.preset.compile,
+            "use_graphs": self.preset.graphs, "seed": self.seed,
+        }  # fmt: skip
+
+    def run_dit(self, stages: Sequence[str]) -> None:
+        wanted = [s for s in ("dit256", "mixed") if s in stages and not dit.is_finished(self.out, s)]
+        if not wanted:
+            return
+        self.finished_vae()
+        trainer = DiTStage(self.config, self.preset.dit, **self.stage_arguments())
+        for stage in wanted:
+            clock = self.clock_for(stage)
+            is_mixed = stage == "mixed"
+            pools = [self.pools("small"), *([self.pools("large")] if is_mixed else [])]
+            loop = self.preset.dit.mixed_loop if is_mixed else self.preset.dit.small_loop
+
+            def look(model: H3Mini, progress: Progress, stage: str = stage) -> None:
+                self.look(
+                    stage,
+                    self.painter(model),
+                    progress,
+                    sizes=self.preset.sizes[: 2 if stage == "mixed" else 1],
+                )
+
+            trainer.run(stage, self.programs(large=is_mixed), pools, clock, loop, look)
+
+    def run_distil(self) -> None:
+        if distil.is_finished(self.out):
+            return
+        self.finished_vae()
+        clock = self.clock_for("distil")
+        pools = [self.pools("small"), self.pools("large")]
+        stage = DistilStage(self.config, self.preset.distil, **self.stage_arguments())
+
+        def look(model: H3Mini, progress: Progress) -> None:
+            self.look("distil", distilled(self.painter(model), model), progress, sizes=self.preset.sizes[:1])
+
+        stage.run(self.programs(large=True), pools, clock, look)
+
+    # Looking at results.
+
+    def painter(self, model: H3Mini) -> Painter:
+        return Painter(model, self.finished_vae(), self.atlas, self.tokenizer)
+
+    def load_judge(self) -> Judge | None:
+        if self.judge is None and self.judge_path.exists():
+            self.judge = load_judge(self.judge_path, self.device)
+        return self.judge
+
+    def look(self, name: str, painter: Painter, progress: Progress | None, *, sizes: Sequence[int]) -> None:
+        """Contact sheets and a quick evaluation; rank 0 only."""
+        begin = time.monotonic()
+        judge = self.load_judge()
+        records = self.show_cases()
+        for size in sizes:
+            sheet(painter, records, self.out / f"{name}-{size}.png", width=size, height=size)
+            if judge is None:
+                log.info("%s: no judge yet, sheets only", name)
+                continue
+            report = self.evaluate(painter, judge, size=size, cases=self.preset.cases)
+            samples = 0.0 if progress is None else progress.samples / 1e6
+            log.info("%s eval %d px at %.3f M: %s", name, size, samples, short(report))
+            with (self.out / "curve.jsonl").open("a") as file:
+                entry = {"stage": name, "samples_m": samples, "size": size, "report": report.json()}
+                file.write(json.dumps(entry) + "\n")
+        log.info("%s: looked in %.1f s", name, time.monotonic() - begin)
+
+    def show_cases(self) -> list[Any]:
+        cases = fixed_cases(5, "single", 4, self.concepts) + fixed_cases(5, "pair", 4, self.concepts)
+        for kind in (*EDIT_MIX, *TWO_MIX, *THREE_MIX):
+            cases += fixed_cases(5, kind, 2, self.concepts)
+        return cases
+
+    def evaluate(self, painter: Painter, judge: Judge, *, size: int, cases: int) -> Report:
+        return evaluate(
+            painter, atlas=self.atlas, concepts=self.concepts, judge=judge, size=size, num_cases=cases
+        )
+
+    def run_eval(self) -> None:
+        """Every gate of the stored six-step student, as int8 as it ships; the export; sheets."""
+        if not self.world.is_first:
+            return
+        folder = self.out / "h3_mini"
+        total = export(self.out, self.data, folder, self.config)
+        log.info("exported %.2f MB to %s", total / 1e6, folder)
+        model = H3Mini(self.config)
+        model.start(self.table)
+        model.to(self.device)
+        load_trained(model, self.out, distil.NAME)
+        float_painter = distilled(self.painter(model), model)
+        shipped = self.shipped_model(folder)
+        painter = replace(float_painter, model=shipped)
+        records = self.show_cases()
+        size = self.preset.sizes[0]
+        close = psnr(painter(records, size), float_painter(records, size))
+        log.info("int8 against float weights: %.1f dB mean, %.1f dB worst", close.mean(), close.min())
+        judge = self.load_judge()
+        reports: dict[int, Report] = {}
+        for size in self.preset.sizes:
+            sheet(painter, records, self.out / f"student-{size}.png", width=size, height=size)
+            if judge is not None:
+                report = self.evaluate(painter, judge, size=size, cases=self.preset.final_cases)
+                if reports:
+                    report = against_smaller(report, next(iter(reports.values())))
+                reports[size] = report
+                log.info("student at %d px: %s", size, short(report))
+                (self.out / f"report-{size}.md").write_text(report.markdown())
+                write_json(self.out / f"report-{size}.json", report.json())
+        sheet(painter, records[:16], self.out / "student-512x320.png", width=512, height=320)
+
+    def shipped_model(self, folder: Path) -> H3Mini:
+        """The exported weights, expanded by this package's own loader rules."""
+        from training.checkpoint import decode
+
+        model = H3Mini(self.config)
+        text = decode(load_file(folder / "text_encoder" / "model.safetensors"))
+        transformer = decode(load_file(folder / "transformer" / "model.safetensors"))
+        model.text_encoder.load_state_dict(text)
+        model.transformer.load_state_dict(transformer)
+        return model.to(self.device)
+
+    def run(self, stages: Sequence[str]) -> None:
+        """The stages in order. Children are always waited for, workers always stopped."""
+        try:
+            self.start_children()
+            if "vae" in stages:
+                self.run_vae()
+            self.wait_for_children(seconds=60)
+            self.run_dit(stages)
+            if "distil" in stages:
+                self.run_distil()
+            if "eval" in stages:
+                self.run_eval()
+            log.info("chain finished, %.0f s before the deadline", self.deadline - time.monotonic())
+        finally:
+            self.wait_for_children(seconds=1)
+            self.feed.stop()
+            self.world.stop()
+
+
+def prepare(device: torch.device) -> None:
+    """Process-wide choices: compiler room, convolution algorithms, TF32 nowhere."""
+    prepare_compiler()
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+
+
+def short(report: Report) -> str:
+    """The scores of a report on one line."""
+    return json.dumps(report.json().get("scores", report.json()))
+
+
+def precompile(preset: Preset, table: Tensor, device: torch.device) -> None:
+    """Run every compiled shape of the transformer once, so that the compiler's disk cache is warm."""
+    prepare(device)
+    config = replace(preset.config, text=replace(preset.config.text, vocab_size=len(table)))
+    make = lambda: new_model(config, table, seed=0, compile_blocks=True, device=device)  # noqa: E731
+    student, teacher = make(), make()
+    teacher.requires_grad_(False)
+    levels = torch.tensor(shifted(config.dit.pdd_heads, config.scheduler.shift), device=device)
+    for buckets in (preset.dit.small, preset.dit.large):
+        begin = time.monotonic()
+        batches = {b.name: random_batch(b, row_size=config.dit.row_size, device=device) for b in buckets}
+        flow_loss(student, batches, preset.dit)[0].backward()
+        student.zero_grad(set_to_none=True)
+        log.info("precompiled %s in %.1f s", "+".join(batches), time.monotonic() - begin)
+    for buckets in (preset.dit.small, preset.dit.large):
+        batches = {b.name: random_batch(b, row_size=config.dit.row_size, device=device) for b in buckets}
+        short_walk = replace(preset.distil, substeps=1)
+        distil_loss(student, teacher, batches, levels, short_walk)[0].backward()
+        student.zero_grad(set_to_none=True)
+    log.info("precompiled the distillation")
