@@ -1,3 +1,64 @@
-"""portable-dit: Diffusion Transformers on any accelerator."""
+"""portable-dit: Diffusion Transformers on any accelerator.
+
+    import portable_dit
+    portable_dit.generate("a red apple on a blue background").save("apple.png")
+
+Importing this package costs nothing: each name is loaded when it is first used, and torch with the first that
+draws.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from portable_dit.catalog import load_recipe
+    from portable_dit.engine import Engine, generate
+    from portable_dit.errors import PortableDitError
+    from portable_dit.loading import set_up
+    from portable_dit.plan import Plan, make_plan
+    from portable_dit.recipe import Recipe
+    from portable_dit.request import Request
+    from portable_dit.result import Picture, Result
+
+__all__ = [
+    "generate",
+    "Engine",
+    "Request",
+    "Result",
+    "Picture",
+    "Recipe",
+    "load_recipe",
+    "Plan",
+    "make_plan",
+    "set_up",
+    "PortableDitError",
+    "__version__",
+]
+
+_HOMES = {
+    "generate": "engine",
+    "Engine": "engine",
+    "Request": "request",
+    "Result": "result",
+    "Picture": "result",
+    "Recipe": "recipe",
+    "load_recipe": "catalog",
+    "Plan": "plan",
+    "make_plan": "plan",
+    "set_up": "loading",
+    "PortableDitError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"portable_dit.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'portable_dit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

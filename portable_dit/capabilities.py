@@ -1,20 +1,23 @@
-"""What a machine can do, as data. Nothing here imports torch, so plans can be made for machines we do not own.
+"""What a machine can do, as data. Torch-free, so that plans can be made for machines we do not own.
 
-A backend fills `Capabilities` by probing its device; `tests/data/machines/*.json` hold recorded ones. Kernels answer
-`check(request, capabilities)` from this data alone.
+A backend fills `Capabilities` by probing its device; `tests/data/machines/*.json` hold recorded ones. Kernels
+answer `check(request, capabilities)` from this data alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+STRICT = {"extra": "forbid"}  # read by pydantic: a machine file with an unknown key is refused
 
 
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or the CPU. `torch_device` is what torch calls it; `arch` is the vendor's own name."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
     backend: str
     index: int
     torch_device: str
@@ -28,6 +31,7 @@ class Device:
 class GraphLimits:
     """What captured graphs may hold on this device."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
     supported: bool = False
     side_streams: bool = False
     collectives: bool = False
@@ -41,6 +45,7 @@ class GraphLimits:
 class CollectiveLimits:
     """The torch.distributed backend of this device and what it can do."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
     backend: str
     passes_device_id: bool = True
     all_to_all: bool = True
@@ -51,11 +56,14 @@ class CollectiveLimits:
 class Capabilities:
     """What one device of a machine can do.
 
-    dtypes, formats: names as in recipes ("bfloat16", "fp8_row"). `native_formats` run on the matrix units; the other
-    ones are dequantised first. libraries: version of each optional kernel library that passed its probe. compute:
-    dense TFLOP/s by dtype or format, and `memory_bandwidth` in bytes per second, for predictions; empty when unknown.
+    dtypes, formats: names as in recipes ("bfloat16", "fp8_row"). `native_formats` run on the matrix units;
+    the other ones are dequantised first. libraries: version of each optional kernel library that passed its
+    probe. compute: dense TFLOP/s by dtype or format, and `memory_bandwidth` in bytes per second, for
+    predictions; empty when unknown. runtime_bytes: what the driver and its libraries take on the device
+    before the first tensor.
     """
 
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
     device: Device
     count: int
     dtypes: frozenset[str]
@@ -71,6 +79,7 @@ class Capabilities:
     compute: Mapping[str, float] = field(default_factory=dict)
     memory_bandwidth: float | None = None
     host_bytes: int = 0
+    runtime_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,10 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class LinearRequest:
-    """One linear layer as the plan sees it: activations [rows, in_features] times a [out_features, in_features]."""
+    """One linear layer as the plan sees it:
+
+    [rows, in_features] times a weight [out_features, in_features].
+    """
 
     format: str
     dtype: str

@@ -1,7 +1,8 @@
 """The error tree: everything that a user can cause derives from `PortableDitError`.
 
-Every message says what was asked, the rule with its numbers, and the way out. `exit_code` is what the command line
-returns: 2 the request or recipe is wrong, 3 it does not fit the machine, 1 something failed while running.
+Every message says what was asked, the rule with its numbers, and the way out. `exit_code` is what the command
+line returns: 2 the request or recipe is wrong, 3 it does not fit the machine, 1 something failed while
+running.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DeviceMemoryError(PortableDitError, MemoryError):
     """The device ran out of memory while running; says what was resident and which key would make it fit."""
 
 
-class Cancelled(PortableDitError):
+class CancelledError(PortableDitError):
     """A request that was stopped by whoever made it; nothing of it was written."""
 
     exit_code = 130

@@ -1,4 +1,4 @@
-"""Attention masks as data. A kernel's adapter makes of them what its library wants (inverted, expanded, packed).
+"""Attention masks as data. A kernel's adapter makes of them what its library wants (inverted, packed).
 
 Letters: B batch, S tokens.
 """
@@ -48,8 +48,8 @@ class CausalWithFullSpans:
 class Segments:
     """Packed documents: row i sees only rows of its own segment.
 
-    lengths: of each segment, on the host; offsets: int32 [num_segments + 1] cumulative, on the device. Both are
-    carried because some libraries want host integers and others a device tensor.
+    lengths: of each segment, on the host; offsets: int32 [num_segments + 1] cumulative, on the device. Both
+    are carried because some libraries want host integers and others a device tensor.
     """
 
     lengths: tuple[int, ...]
@@ -62,7 +62,7 @@ NO_MASK = NoMask()
 
 
 def to_keep(mask: Mask, rows_q: int, rows_k: int, device: torch.device) -> Tensor | None:
-    """The mask as bool, True = keep, broadcastable to [B, N, rows_q, rows_k]; None when everything is kept."""
+    """The mask as bool, True = keep, broadcastable to [B, N, rows_q, rows_k]; None when all is kept."""
     match mask:
         case NoMask():
             return None

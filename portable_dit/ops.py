@@ -1,7 +1,8 @@
 """The seams: what a model calls and a backend may do better.
 
-Each seam is a small module with a plain PyTorch body, which is the documentation, the fallback and the oracle of the
-conformance suite. `bind` sets `run` to the backend's function of the same signature; a model never knows.
+Each seam is a small module with a plain PyTorch body, which is the documentation, the fallback and the oracle
+of the conformance suite. `bind` sets `run` to the backend's function of the same signature; a model never
+knows.
 
 Letters: B batch, S tokens, C channels, N heads, D head_dim, R rows of a modulation table.
 """
@@ -24,7 +25,8 @@ class Modulation:
     """Shift, scale and gate for every row, kept as a small table and an index into it.
 
     table: [R, chunks, C] in the activation dtype, one entry per distinct (timestep, tag).
-    index: int64 [B, S], the entry of each row. Chunks of a block: shift, scale, gate of attention, then of the MLP.
+    index: int64 [B, S], the entry of each row. Chunks of a block: shift, scale, gate of attention, then
+    of the MLP.
     """
 
     table: Tensor
@@ -37,7 +39,7 @@ class Modulation:
 
 @dataclass(frozen=True)
 class Rotary:
-    """cos, sin: [B, S, pairs] or [1, S, pairs] in the activation dtype; channel i is paired with i + pairs."""
+    """cos, sin: [B, S, pairs] or [1, S, pairs] in the activation dtype; channel i pairs with i + pairs."""
 
     cos: Tensor
     sin: Tensor
@@ -49,13 +51,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> Tensor:
-    """Softmax attention in the open, float32 softmax: q [B, Sq, N, D], k and v [B, Sk, Nkv, D] -> [B, Sq, N, D].
+    """Softmax attention in the open: q [B, Sq, N, D], k and v [B, Sk, Nkv, D] -> [B, Sq, N, D].
 
-    Query heads share key heads in equal groups when N > Nkv. A row that sees nothing gives zeros.
+    Scores and softmax are float32: scores rounded to bfloat16 are off by a tenth where they reach 30. Query
+    heads share key heads in equal groups when N > Nkv. A row that sees nothing gives zeros.
     """
     groups = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(groups, dim=2) if groups > 1 else t for t in (k, v))
-    scores = torch.einsum("bqnd,bknd->bnqk", q, k).float() * scale  # [B, N, Sq, Sk]
+    scores = torch.einsum("bqnd,bknd->bnqk", q.float(), k.float()) * scale  # [B, N, Sq, Sk]
     keep = to_keep(mask, q.shape[1], k.shape[1], q.device)
     if keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))
@@ -66,7 +69,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> T
 
 
 def norm_modulate(x: Tensor, weight: Tensor, eps: float, modulation: Modulation, chunk: int) -> Tensor:
-    """rms_norm(x) * (1 + scale) + shift, with shift at `chunk` and scale at `chunk + 1`: [B, S, C] -> [B, S, C]."""
+    """rms_norm(x) * (1 + scale) + shift, shift at `chunk`, scale at `chunk + 1`: [B, S, C] -> [B, S, C]."""
     return rms_norm(x, weight, eps) * (1 + modulation.rows(chunk + 1)) + modulation.rows(chunk)
 
 
@@ -76,7 +79,7 @@ def gated_residual(x: Tensor, branch: Tensor, modulation: Modulation, chunk: int
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary embedding of the first 2 * pairs channels in rotate-half style, the rest untouched: [B, S, N, D]."""
+    """Rotary embedding of the first 2 * pairs channels in rotate-half style, the rest kept: [B, S, N, D]."""
     pairs = rotary.cos.shape[-1]
     cos, sin = rotary.cos[:, :, None], rotary.sin[:, :, None]  # [B, S, 1, pairs]
     first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]

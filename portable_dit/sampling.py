@@ -9,15 +9,17 @@ Letters: B batch, C latent channels, h w latent cells.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from portable_dit.errors import Cancelled
+from portable_dit.errors import CancelledError
 
 if TYPE_CHECKING:
     from portable_dit.models.spec import Denoiser, Schedule
+
+BlockRunner = Callable[[Sequence[Callable[..., Tensor]], Tensor, tuple[Any, ...]], Tensor]
 
 
 def draw_noise(shape: Sequence[int], seed: int) -> Tensor:
@@ -70,16 +72,18 @@ def denoise(
     *,
     on_step: Callable[[int, Tensor], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
+    run: BlockRunner | None = None,
 ) -> Tensor:
     """Noise float32 [B, C, h, w] -> clean latents of the same shape.
 
     on_step: told the number of steps done and the latents after each. cancelled: asked before each step; when
-    it says yes, Cancelled is raised and nothing of the request is kept.
+    it says yes, CancelledError is raised and nothing of the request is kept. run: how the blocks are called;
+    None = `run_blocks`.
     """
     for step, time in enumerate(schedule.times):
         if cancelled is not None and cancelled():
-            raise Cancelled(f"cancelled after {step} of {schedule.steps} steps.")
-        velocity = predict(denoiser, latents, step)
+            raise CancelledError(f"cancelled after {step} of {schedule.steps} steps.")
+        velocity = predict(denoiser, latents, step, run or run_blocks)
         latents = euler_step(
             latents,
             velocity,
@@ -92,12 +96,17 @@ def denoise(
     return latents
 
 
-def predict(denoiser: Denoiser, latents: Tensor, step: int) -> Tensor:
+def run_blocks(blocks: Sequence[Callable[..., Tensor]], hidden: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """Hidden rows [B, S, C] through all blocks, each with the same further arguments."""
+    for block in blocks:
+        hidden = block(hidden, *arguments)
+    return hidden
+
+
+def predict(denoiser: Denoiser, latents: Tensor, step: int, run: BlockRunner = run_blocks) -> Tensor:
     """One evaluation: the velocity in the shape of the latents, float32."""
     hidden, arguments = denoiser.embed(latents, step)
-    for block in denoiser.blocks:
-        hidden = block(hidden, *arguments)
-    return denoiser.head(hidden, step)
+    return denoiser.head(run(denoiser.blocks, hidden, arguments), step)
 
 
 def _float32(value: float) -> Tensor:

@@ -1,7 +1,7 @@
 """One door to CUDA graphs and torch.compile, with an eager body that does the same on a CPU.
 
-A captured function takes and returns nothing: it reads and writes tensors that outlive it. Random numbers come from
-the device's default generator, which graphs advance on every replay.
+A captured function takes and returns nothing: it reads and writes tensors that outlive it. Random numbers
+come from the device's default generator, which graphs advance on every replay.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ log = logging.getLogger("training")
 
 
 def prepare_compiler(*, recompile_limit: int = 64) -> None:
-    """Room for one compiled version per shape; call once per process, before the first compiled call."""
+    """Room for one compiled version per shape.
+
+    Call once per process, before the first compiled call: all of it is part of the disk cache's key.
+    """
     torch._dynamo.config.recompile_limit = recompile_limit
     torch._dynamo.config.accumulated_recompile_limit = 8 * recompile_limit
+    torch._inductor.config.force_layout_optimization = True  # channels last for narrow convolutions too
 
 
 def compiled(function: Callable[..., Any], *, enabled: bool) -> Callable[..., Any]:
@@ -31,8 +35,9 @@ def compiled(function: Callable[..., Any], *, enabled: bool) -> Callable[..., An
 class Captured:
     """A step as a CUDA graph, or called eagerly when the device has none or capture is switched off.
 
-    warmups run on a side stream first: they compile, choose algorithms and allocate. `undo` is called after them, so
-    that they leave no trace in weights and counters. Graphs that never run at once may share `pool`.
+    warmups run on a side stream first: they compile, choose algorithms and allocate. `undo` is called after
+    them, so that they leave no trace in weights and counters. Graphs that never run at once may share
+    `pool`.
     """
 
     def __init__(

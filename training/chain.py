@@ -1,7 +1,8 @@
 """The whole training as one chain of stages under one wall clock; `training.run_all` is its command line.
 
-Stages: vae (judge and ahead-of-time compilation run beside it), dit256, mixed, distil, eval. Every stage continues
-from what it finds in the output folder, so a chain that died, or was given more time, is started again as it was.
+Stages: vae (judge and ahead-of-time compilation run beside it), dit256, mixed, distil, eval. Every stage
+continues from what it finds in the output folder, so a chain that died, or was given more time, is started
+again as it was.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 from portable_dit.models.h3_image.config import H3Config
 from portable_dit.models.h3_image.vae import ImageVAE
 from training import distil, dit, vae
-from training.capture import prepare_compiler
 from training.captions import Tokenizer
+from training.capture import prepare_compiler
 from training.checkpoint import write_json
 from training.distil import DistilSettings, DistilStage, distil_loss
 from training.dit import DiTSettings, DiTStage, Pools, flow_loss, load_trained, new_model, random_batch
@@ -33,10 +34,11 @@ from training.feed import Feed, FeedKind
 from training.gates import Report, against_smaller, evaluate, fixed_cases
 from training.judge import Judge, load_judge, save_judge
 from training.loop import LoopSettings, Progress
-from training.model import H3Mini, load_float_table, mini_config, tiny_config
+from training.model import H3Mini, is_muon_matrix, load_float_table, mini_config, tiny_config
+from training.optim import FlatOptimizer
 from training.parallel import Clock, World
 from training.pool import Encoder
-from training.render import Atlas
+from training.render import Atlas, render
 from training.sample import Painter, distilled, sheet, shifted
 from training.scenes import EDIT_MIX, THREE_MIX, TWO_MIX, Concepts
 from training.tiny import make_toy_data, toy_atlas
@@ -49,7 +51,10 @@ STAGES = ("vae", "dit256", "mixed", "distil", "eval")
 
 @dataclass(frozen=True)
 class Preset:
-    """One way to run the chain. minutes: relative shares of the time; fixed_seconds: instead, for smoke runs."""
+    """One way to run the chain.
+
+    minutes: relative shares of the time; fixed_seconds: instead, for smoke runs.
+    """
 
     config: H3Config = field(default_factory=mini_config)
     vae: VAESettings = field(default_factory=VAESettings)
@@ -62,6 +67,7 @@ class Preset:
     limit_steps: int | None = None
     compile: bool = True
     graphs: bool = True
+    precompile: bool = True
     in_process: bool = False
     toy: bool = False
     judge_minutes: float = 1.5
@@ -87,7 +93,7 @@ def smoke() -> Preset:
         vae=replace(preset.vae, loop=loop, first_fill=1024),
         dit=replace(preset.dit, small_loop=loop, mixed_loop=loop, small=small, large=large),
         distil=replace(preset.distil, loop=loop),
-        fixed_seconds=12,
+        fixed_seconds=10,
         judge_minutes=0.2,
         cases=4,
         final_cases=4,
@@ -96,7 +102,7 @@ def smoke() -> Preset:
 
 def tiny() -> Preset:
     """A toy model on toy data, for a CPU."""
-    loop = LoopSettings(log_seconds=2, save_seconds=4, eval_seconds=100, first_eval_seconds=3, warmup=2)
+    loop = LoopSettings(log_seconds=2, save_seconds=4, eval_seconds=1000, first_eval_seconds=1000, warmup=2)
     small = tuple(replace(b, batch=4, pool=32, first_fill=8, chunk=4) for b in dit.small_buckets())
     large = tuple(replace(b, batch=2, pool=8, first_fill=2, chunk=2) for b in dit.large_buckets())
     return Preset(
@@ -113,24 +119,28 @@ def tiny() -> Preset:
         judge_minutes=0.0,
         encoder_tiles=8,
         scenes_chunk=8,
-        cases=1,
+        cases=2,
         final_cases=2,
         sizes=(256, 256),
     )
 
 
 class Chain:
-    """State shared by the stages of one process."""
+    """State shared by the stages of one process. again: train finished stages further."""
 
-    def __init__(self, preset: Preset, *, out: Path, data: Path, minutes: float, seed: int) -> None:
+    def __init__(
+        self, preset: Preset, *, out: Path, data: Path, minutes: float, seed: int, again: bool = False
+    ) -> None:
         self.world = World.start()
         self.device = self.world.device
-        self.preset, self.out, self.seed = preset, out, seed
+        self.preset, self.out, self.seed, self.again = preset, out, seed, again
         self.deadline = time.monotonic() + 60 * minutes
         out.mkdir(parents=True, exist_ok=True)
         if preset.toy:
             data = out / "toy-data"
-            make_toy_data(data, table_dim=preset.config.text.table_dim)
+            if self.world.is_first:
+                make_toy_data(data, table_dim=preset.config.text.table_dim)
+            self.world.barrier()
         self.data = data
         self.judge_path = out / "judge.safetensors"
         prepare(self.device)
@@ -141,6 +151,7 @@ class Chain:
         self.config = replace(preset.config, text=text)
         self.atlas = toy_atlas(len(self.concepts)) if preset.toy else Atlas.load(data, device=self.device)
         self.feed = self._start_feed()
+        self.stages: tuple[str, ...] = STAGES
         self.children: list[subprocess.Popen[bytes]] = []
         self.judge: Judge | None = None
         self.encoder_owner: ImageVAE | None = None
@@ -161,7 +172,7 @@ class Chain:
             return lambda: Clock(
                 self.world, seconds=preset.fixed_seconds or 1.0, limit_steps=preset.limit_steps
             )
-        shares = [preset.minutes[s] for s in STAGES[STAGES.index(stage) :]]
+        shares = [preset.minutes[s] for s in self.stages[self.stages.index(stage) :]]
         left = max(self.deadline - time.monotonic(), 30.0)
         until = time.monotonic() + left * shares[0] / sum(shares)
         log.info("%s: %.0f s of %.0f s", stage, until - time.monotonic(), left)
@@ -176,10 +187,10 @@ class Chain:
         elif not self.judge_path.exists():
             command = ["-m", "training.judge", "--data", str(self.data), "--out", str(self.judge_path)]
             self._child([*command, "--minutes", str(self.preset.judge_minutes)], "judge.log")
-
-    def start_compiler(self) -> None:
-        if self.world.is_first and self.preset.compile and self.device.type == "cuda":
-            self._child(["-m", "training.run_all", "--precompile", "--out", str(self.out)], "precompile.log")
+        beside = "vae" in self.stages and (self.again or not vae.is_finished(self.out))
+        if beside and self.preset.compile and self.preset.precompile and self.device.type == "cuda":
+            places = ["--out", str(self.out), "--data", str(self.data)]
+            self._child(["-m", "training.run_all", "--precompile", *places], "precompile.log")
 
     def _child(self, arguments: Sequence[str], log_name: str) -> None:
         with (self.out / log_name).open("wb") as output:
@@ -202,14 +213,21 @@ class Chain:
     # The stages.
 
     def run_vae(self) -> None:
-        if vae.is_finished(self.out):
+        if vae.is_finished(self.out) and not self.again:
             log.info("vae: already finished")
             return
         stage = VAEStage(
-            self.config.vae, self.preset.vae, atlas=self.atlas, feed=self.feed, world=self.world, out=self.out,
-            compile_blocks=self.preset.compile, use_graphs=self.preset.graphs, seed=self.seed,
-        )  # fmt: skip
-        stage.run(self.clock_for("vae"), on_ready=self.start_compiler)
+            self.config.vae,
+            self.preset.vae,
+            atlas=self.atlas,
+            feed=self.feed,
+            world=self.world,
+            out=self.out,
+            compile_blocks=self.preset.compile,
+            use_graphs=self.preset.graphs,
+            seed=self.seed,
+        )
+        stage.run(self.clock_for("vae"))
 
     def finished_vae(self) -> ImageVAE:
         if self.encoder_owner is None:
@@ -224,20 +242,32 @@ class Chain:
         if made is None:
             begin = time.monotonic()
             encoder = Encoder(
-                self.finished_vae(), device=self.device, tiles=self.preset.encoder_tiles,
+                self.finished_vae(),
+                device=self.device,
+                tiles=self.preset.encoder_tiles,
                 use_graphs=self.preset.graphs,
-            )  # fmt: skip
+                compile_blocks=self.preset.compile,
+            )
+            self.check_encoder(encoder)
             made = Pools(
                 self.preset.dit.small if size == "small" else self.preset.dit.large,
-                encoder=encoder, atlas=self.atlas, feed=self.feed, row_size=self.config.dit.row_size,
+                encoder=encoder,
+                atlas=self.atlas,
+                feed=self.feed,
+                row_size=self.config.dit.row_size,
                 device=self.device,
-            )  # fmt: skip
+            )
             if size == "small":
                 self.small = made
             else:
                 self.large = made
             log.info("%s pools filled in %.1f s", size, time.monotonic() - begin)
         return made
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        plan = self.feed.get("scenes-256").plan[: min(16, len(encoder.pixels))]
+        error = encoder.check(self.finished_vae(), render(plan, self.atlas, width=256, height=256))
+        log.info("pool encoder against float32: relative error %.4f", error)
 
     def programs(self, *, large: bool) -> list[tuple[str, ...]]:
         small = tuple(b.name for b in self.preset.dit.small)
@@ -250,7 +280,9 @@ class Chain:
         }  # fmt: skip
 
     def run_dit(self, stages: Sequence[str]) -> None:
-        wanted = [s for s in ("dit256", "mixed") if s in stages and not dit.is_finished(self.out, s)]
+        wanted = [
+            s for s in ("dit256", "mixed") if s in stages and (self.again or not dit.is_finished(self.out, s))
+        ]
         if not wanted:
             return
         self.finished_vae()
@@ -272,7 +304,7 @@ class Chain:
             trainer.run(stage, self.programs(large=is_mixed), pools, clock, loop, look)
 
     def run_distil(self) -> None:
-        if distil.is_finished(self.out):
+        if distil.is_finished(self.out) and not self.again:
             return
         self.finished_vae()
         clock = self.clock_for("distil")
@@ -343,6 +375,15 @@ class Chain:
         log.info("int8 against float weights: %.1f dB mean, %.1f dB worst", close.mean(), close.min())
         judge = self.load_judge()
         reports: dict[int, Report] = {}
+        if judge is not None:
+            teacher = H3Mini(self.config)
+            teacher.start(self.table)
+            load_trained(teacher, self.out, dit.NAME)
+            report = self.evaluate(
+                self.painter(teacher.to(self.device)), judge, size=size, cases=self.preset.final_cases
+            )
+            log.info("teacher at %d px: %s", size, short(report))
+            write_json(self.out / f"report-teacher-{size}.json", report.json())
         for size in self.preset.sizes:
             sheet(painter, records, self.out / f"student-{size}.png", width=size, height=size)
             if judge is not None:
@@ -368,6 +409,7 @@ class Chain:
 
     def run(self, stages: Sequence[str]) -> None:
         """The stages in order. Children are always waited for, workers always stopped."""
+        self.stages = tuple(stages)
         try:
             self.start_children()
             if "vae" in stages:
@@ -386,15 +428,46 @@ class Chain:
 
 
 def prepare(device: torch.device) -> None:
-    """Process-wide choices: compiler room, convolution algorithms, TF32 nowhere."""
+    """Process-wide choices: compiler room, convolution algorithms, TF32 for the few float32 products."""
     prepare_compiler()
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+
+
+SHORT = (
+    "t2i/background",
+    "t2i/single_top1",
+    "t2i/style",
+    "t2i/order_and_layout",
+    "t2i/both_of_two",
+    "t2i/held_out_pair_both",
+    "edit/background/gain",
+    "edit/black_and_white/gain",
+    "edit/mirror/gain",
+    "edit/remove/gain",
+    "edit/replace/gain",
+    "edit/add/gain",
+    "edit/style/gain",
+    "edit/style/attribute",
+    "edit/resize/gain",
+    "edit/untouched",
+)
 
 
 def short(report: Report) -> str:
-    """The scores of a report on one line."""
-    return json.dumps(report.json().get("scores", report.json()))
+    """The main scores on one line: shares in percent, gains in dB."""
+    scores = report.json()["scores"]
+    parts = []
+    for name in SHORT:
+        if name in scores:
+            value = scores[name]["value"]
+            parts.append(
+                f"{name.removeprefix('t2i/')} {value:.1f}"
+                if "gain" in name
+                else f"{name.removeprefix('t2i/')} {100 * value:.0f}%"
+            )
+    return "  ".join(parts)
 
 
 def precompile(preset: Preset, table: Tensor, device: torch.device) -> None:
@@ -403,17 +476,20 @@ def precompile(preset: Preset, table: Tensor, device: torch.device) -> None:
     config = replace(preset.config, text=replace(preset.config.text, vocab_size=len(table)))
     make = lambda: new_model(config, table, seed=0, compile_blocks=True, device=device)  # noqa: E731
     student, teacher = make(), make()
+    FlatOptimizer(student.named_parameters(), is_matrix=is_muon_matrix, settings=preset.dit.optim)
     teacher.requires_grad_(False)
     levels = torch.tensor(shifted(config.dit.pdd_heads, config.scheduler.shift), device=device)
     for buckets in (preset.dit.small, preset.dit.large):
         begin = time.monotonic()
         batches = {b.name: random_batch(b, row_size=config.dit.row_size, device=device) for b in buckets}
         flow_loss(student, batches, preset.dit)[0].backward()
-        student.zero_grad(set_to_none=True)
         log.info("precompiled %s in %.1f s", "+".join(batches), time.monotonic() - begin)
     for buckets in (preset.dit.small, preset.dit.large):
         batches = {b.name: random_batch(b, row_size=config.dit.row_size, device=device) for b in buckets}
         short_walk = replace(preset.distil, substeps=1)
         distil_loss(student, teacher, batches, levels, short_walk)[0].backward()
-        student.zero_grad(set_to_none=True)
     log.info("precompiled the distillation")
+    Encoder(
+        ImageVAE(config.vae), device=device, tiles=preset.encoder_tiles, use_graphs=False, compile_blocks=True
+    ).run()
+    log.info("precompiled the encoder")

@@ -1,10 +1,11 @@
 """Weights as small safetensors parts, written atomically, so that a run that dies loses at most a minute.
 
-A saved set is `NAME-index.json` beside `NAME-<step>-<part>.safetensors`. The index is replaced last, and only then
-are the parts of the set before it removed. Parts stay under PART_BYTES, so that they travel through narrow doors.
+A saved set is `NAME-index.json` beside `NAME-<step>-<part>.safetensors`. The index is replaced last, and
+only then are the parts of the set before it removed. Parts stay under PART_BYTES, so that they travel
+through narrow doors.
 
-Codecs: "float16" halves, "int8" quarters: rows of matrices and filters as int8 with one float16 scale each, which is
-also how the shipped weights are stored.
+Codecs: "float16" halves, "int8" quarters: rows of matrices and filters as int8 with one float16 scale each,
+which is also how the shipped weights are stored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-PART_BYTES = 14 * 2**20
+PART_BYTES = 31 * 2**19
 INT8_MIN_ELEMENTS = 4096  # smaller tensors are not worth a scale
 INT8_MIN_COLUMNS = 16
 FLOAT_PARTS = (
@@ -30,7 +31,7 @@ FLOAT_PARTS = (
     "conv_in",
     "conv_out",
     "quant_conv",
-    "refine",
+    "decoder.refine",
 )
 
 

@@ -1,8 +1,9 @@
 """Stage 4: six steps without guidance, one output head for each (after PDD, arXiv 2607.26004).
 
-Time is cut into the six windows of the shifted grid. For real data noised to the start of a random window, the
-teacher (the running average, with guidance) walks through the window in small Euler steps; the student (the same
-trunk with one head for each window, no guidance) learns the straight velocity from the start to where it arrived.
+Time is cut into the six windows of the shifted grid. For real data noised to the start of a random window,
+the teacher (the running average, with guidance) walks through the window in small Euler steps; the student
+(the same trunk with one head for each window, no guidance) learns the straight velocity from the start to
+where it arrived.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def walk(
     teacher: H3Mini, batch: Batch, words: Tensor, references: Tensor, x: Tensor, start: Tensor, stop: Tensor,
     *, substeps: int, guidance: float,
 ) -> Tensor:  # fmt: skip
-    """Mean velocity of the guided teacher from noise level `start` to `stop`, float32 [B] each: [B, P, 96]."""
+    """Mean velocity [B, P, 96] of the guided teacher from noise level `start` to `stop`, float32 [B]."""
     layout = make_layout(teacher, batch, batch.length)
     empty = make_layout(teacher, batch, torch.zeros_like(batch.length))
     width = (start - stop) / substeps
@@ -90,9 +91,16 @@ def distil_loss(
         guidance = EDIT_GUIDANCE if batch.references.shape[1] else TEXT_GUIDANCE
         with student.autocast(device):
             wanted = walk(
-                teacher, batch, some_teacher, references, x, start, stop,
-                substeps=settings.substeps, guidance=guidance,
-            )  # fmt: skip
+                teacher,
+                batch,
+                some_teacher,
+                references,
+                x,
+                start,
+                stop,
+                substeps=settings.substeps,
+                guidance=guidance,
+            )
             heads = (window[:, None] == places[None]).float()
             v = student.velocity(x, some, references, layout, 1 - start, windows=heads)
         parts[name] = masked_error(v, wanted, layout.real)
@@ -148,11 +156,15 @@ class DistilStage:
             loss = functools.partial(self._loss, source, tuple(program))
             steps.append(
                 TrainStep(
-                    loss, drawn={name: source.buckets[name].batch for name in program}, optimizer=self.optimizer,
-                    meter=meter, world=self.world, use_graphs=self.use_graphs,
+                    loss,
+                    drawn={name: source.buckets[name].batch for name in program},
+                    optimizer=self.optimizer,
+                    meter=meter,
+                    world=self.world,
+                    use_graphs=self.use_graphs,
                     memory=steps[0].pool if steps else None,
                 )
-            )  # fmt: skip
+            )
 
         def evaluate_average(progress: Progress) -> None:
             self.optimizer.swap_ema()
@@ -166,9 +178,17 @@ class DistilStage:
         clock = make_clock()
         try:
             progress = run_loop(
-                "distil", steps, optimizer=self.optimizer, meter=meter, filler=fillers, clock=clock,
-                world=self.world, settings=self.settings.loop, save=self.save, evaluate=evaluate_average,
-            )  # fmt: skip
+                "distil",
+                steps,
+                optimizer=self.optimizer,
+                meter=meter,
+                filler=fillers,
+                clock=clock,
+                world=self.world,
+                settings=self.settings.loop,
+                save=self.save,
+                evaluate=evaluate_average,
+            )
         finally:
             fillers.stop()
         if self.world.is_first:

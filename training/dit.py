@@ -1,7 +1,8 @@
 """Stages 2 and 3: the text layers and the transformer, by flow matching on pooled latents.
 
-Each step accumulates over buckets (text to image, one reference, two or three), each of a fixed shape, and alternates
-between programs: lists of buckets of one canvas class, 256 pixels or the larger canvases together.
+Each step accumulates over buckets (text to image, one reference, two or three), each of a fixed shape, and
+alternates between programs: lists of buckets of one canvas class, 256 pixels or the larger canvases
+together.
 
 x_sigma = (1 - sigma) * data + sigma * noise; the model is fed t = 1 - sigma and predicts data - noise.
 """
@@ -33,9 +34,16 @@ log = logging.getLogger("training")
 
 NAME = "dit"
 LARGE_SIZES = (
-    (512, 512, 0.62), (384, 384, 0.08), (512, 384, 0.07), (384, 512, 0.07), (320, 512, 0.05), (512, 320, 0.05),
-    (512, 256, 0.02), (640, 384, 0.02), (384, 640, 0.02),
-)  # fmt: skip
+    (512, 512, 0.62),
+    (384, 384, 0.08),
+    (512, 384, 0.07),
+    (384, 512, 0.07),
+    (320, 512, 0.05),
+    (512, 320, 0.05),
+    (512, 256, 0.02),
+    (640, 384, 0.02),
+    (384, 640, 0.02),
+)
 
 
 @dataclass(frozen=True)
@@ -61,24 +69,28 @@ def small_buckets() -> tuple[Bucket, ...]:
     """256 px: 64 rows a picture."""
     sizes = ((256, 256, 1.0),)
     return (
-        Bucket("256-text", 0, 64, 224, 49152, 12288, 256, 12.0, sizes, workers=2),
-        Bucket("256-one", 1, 64, 224, 49152, 8192, 256, 12.0, sizes, workers=2),
-        Bucket("256-more", 3, 64, 64, 16384, 3072, 128, 12.0, sizes, workers=2),
+        Bucket("256-text", 0, 64, 224, 49152, 12288, 256, 16.0, sizes),
+        Bucket("256-one", 1, 64, 224, 49152, 8192, 256, 16.0, sizes),
+        Bucket("256-more", 3, 64, 64, 16384, 3072, 128, 16.0, sizes),
     )
 
 
 def large_buckets() -> tuple[Bucket, ...]:
     """Canvases of up to 256 rows, all sizes in one batch."""
     return (
-        Bucket("512-text", 0, 256, 96, 12288, 2048, 64, 12.0, LARGE_SIZES),
-        Bucket("512-one", 1, 256, 96, 12288, 1536, 64, 12.0, LARGE_SIZES),
-        Bucket("512-more", 3, 256, 16, 4096, 256, 32, 12.0, LARGE_SIZES),
+        Bucket("512-text", 0, 256, 96, 12288, 2048, 64, 20.0, LARGE_SIZES),
+        Bucket("512-one", 1, 256, 96, 12288, 1536, 64, 20.0, LARGE_SIZES),
+        Bucket("512-more", 3, 256, 16, 4096, 256, 32, 20.0, LARGE_SIZES),
     )
 
 
 @dataclass(frozen=True)
 class DiTSettings:
-    """drop_text: share of samples without prompt. uniform: share of sigmas that are uniform, the rest logit-normal."""
+    """Loss, optimiser and buckets.
+
+    drop_text: share of samples without prompt. uniform: share of sigmas that are uniform, the rest are
+    logit-normal.
+    """
 
     drop_text: float = 0.1
     uniform: float = 0.1
@@ -107,7 +119,10 @@ def masked_error(out: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
 def flow_loss(
     model: H3Mini, batches: Mapping[str, Batch], settings: DiTSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Flow-matching loss over some buckets, each sample counted alike; prompts of all buckets are encoded at once."""
+    """Flow-matching loss over some buckets, each sample counted alike.
+
+    Prompts of all buckets are encoded at once.
+    """
     parts: dict[str, Tensor] = {}
     device = next(iter(batches.values())).ids.device
     counts = [len(batch.ids) for batch in batches.values()]
@@ -227,10 +242,14 @@ class DiTStage:
         save_set(self.out, NAME, self.optimizer.named_ema(), step=step, note=note)
 
     def run(
-        self, stage: str, programs: Sequence[Sequence[str]], pools: Sequence[Pools], make_clock: Callable[[], Clock],
+        self, stage: str, programs: Sequence[Sequence[str]], pools: Sequence[Pools],
+        make_clock: Callable[[], Clock],
         loop: LoopSettings, evaluate: Callable[[H3Mini, Progress], None],
     ) -> None:  # fmt: skip
-        """Train on the programs in turn until the clock that it makes is done. programs: bucket names; pools: where they are."""
+        """Train on the programs in turn until the clock that it makes is done.
+
+        programs: bucket names; pools: where they are.
+        """
         owner = {name: p for p in pools for name in p.buckets}
         meter = Meter([name for program in programs for name in program], self.world.device)
         steps: list[TrainStep] = []
@@ -239,11 +258,14 @@ class DiTStage:
             steps.append(
                 TrainStep(
                     functools.partial(self._loss, source, tuple(program)),
-                    drawn={name: source.buckets[name].batch for name in program}, optimizer=self.optimizer,
-                    meter=meter, world=self.world, use_graphs=self.use_graphs,
+                    drawn={name: source.buckets[name].batch for name in program},
+                    optimizer=self.optimizer,
+                    meter=meter,
+                    world=self.world,
+                    use_graphs=self.use_graphs,
                     memory=steps[0].pool if steps else None,
                 )
-            )  # fmt: skip
+            )
         fillers = Fillers([p.filler for p in pools])
 
         def evaluate_average(progress: Progress) -> None:
@@ -257,10 +279,17 @@ class DiTStage:
         clock = make_clock()
         try:
             progress = run_loop(
-                stage, steps, optimizer=self.optimizer, meter=meter, filler=fillers, clock=clock,
-                world=self.world, settings=loop, save=functools.partial(self.save, stage=stage),
+                stage,
+                steps,
+                optimizer=self.optimizer,
+                meter=meter,
+                filler=fillers,
+                clock=clock,
+                world=self.world,
+                settings=loop,
+                save=functools.partial(self.save, stage=stage),
                 evaluate=evaluate_average,
-            )  # fmt: skip
+            )
         finally:
             fillers.stop()
         if self.world.is_first:

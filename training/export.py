@@ -1,7 +1,8 @@
 """From training sets to the checkpoint that the package ships.
 
-The folder is laid out like any checkpoint of the family. Matrices and filters are int8 rows with float16 scales: the
-loader expands them, and that expansion *is* the master, so nothing downstream depends on the training's float32.
+The folder is laid out like any checkpoint of the family. Matrices and filters are int8 rows with float16
+scales: the loader expands them, and that expansion *is* the master, so nothing downstream depends on the
+training's float32.
 
     python -m training.export --from RUN --data training/build --out portable_dit/models/h3_mini
 """
@@ -15,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -70,7 +70,10 @@ def write_configs(folder: Path, config: H3Config) -> None:
 
 
 def export(source: Path, data: Path, out: Path, config: H3Config, *, name: str = STUDENT) -> int:
-    """Write the checkpoint folder and verify it; returns its bytes. `name`: the set to ship as the transformer."""
+    """Write the checkpoint folder and verify it.
+
+    Returns its bytes. `name`: the set to ship as the transformer.
+    """
     student, _ = load_set(source, name)
     vae, index = load_set(source, VAE)
     table = load_file(data / "text_table.safetensors")
@@ -108,7 +111,6 @@ def main() -> None:
         print(f"{path.stat().st_size:12,}  {path.relative_to(arguments.out)}")
     if total > LIMIT_BYTES:
         raise SystemExit(f"{total:,} bytes: more than the {LIMIT_BYTES:,} that may ship.")
-    torch.manual_seed(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Worker processes that draw scene descriptions and captions, far ahead of the GPU that renders them. Torch-free.
+"""Worker processes that draw scene descriptions and captions ahead of the GPU that renders them. Torch-free.
 
-A chunk is one bounded piece of work for the renderer: arrays only. Each kind of chunk has its own bounded queue, so a
-kind that nobody asks for costs a few idle processes and no time.
+A chunk is one bounded piece of work for the renderer: arrays only. Each kind of chunk has its own bounded
+queue, so a kind that nobody asks for costs a few idle processes and no time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import queue
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,18 @@ from typing import Any
 import numpy as np
 
 from training.captions import Tokenizer
-from training.scenes import EDIT_MIX, T2I_MIX, THREE_MIX, TWO_MIX, Concepts, Record, RenderPlan, plan_render
-from training.scenes import sample_records, sample_scenes
+from training.scenes import (
+    EDIT_MIX,
+    T2I_MIX,
+    THREE_MIX,
+    TWO_MIX,
+    Concepts,
+    Record,
+    RenderPlan,
+    plan_render,
+    sample_records,
+    sample_scenes,
+)
 
 QUEUE_CHUNKS = 6
 THREE_SHARE = 1 / 3  # of the records with several references
@@ -29,7 +38,8 @@ THREE_SHARE = 1 / 3  # of the records with several references
 class FeedKind:
     """What one queue holds. references: slots in a record, 0, 1 or 3; None = bare scenes for the VAE.
 
-    sizes: canvases (width, height) with their weights; one is drawn for each chunk. count: records in a chunk.
+    sizes: canvases (width, height) with their weights; one is drawn for each chunk. count: records in a
+    chunk.
     """
 
     name: str
@@ -43,7 +53,8 @@ class FeedKind:
 class Chunk:
     """Records of one canvas size. plan: all targets, then the references that exist.
 
-    ids: int64 [n, 32], length: int64 [n]. slots: int64 [n, R], place of each reference in the plan, -1 for none.
+    ids: int64 [n, 32], length: int64 [n]. slots: int64 [n, R], place of each reference in the plan, -1 for
+    none.
     """
 
     name: str

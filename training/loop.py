@@ -1,4 +1,4 @@
-"""The loop that every stage shares: captured steps under a wall clock, logged, saved and evaluated on the way."""
+"""The loop that every stage shares: captured steps under a wall clock, logged, saved and evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ MAX_RESTORES = 3
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Seconds between log lines, saves and evaluations; warm-up in steps; when the rate starts to fall, 0 to 1."""
+    """Seconds between log lines, saves and evaluations, and the shape of the learning rate.
+
+    warmup: steps. decay_from: used share of the time at which the rate starts to fall, to `floor` at the end.
+    """
 
     log_seconds: float = 5.0
     save_seconds: float = 60.0
@@ -103,7 +106,9 @@ class TrainStep:
             first = Captured(accumulate, pool=memory, **options)
             self.graphs = [first, Captured(optimizer.step, pool=first.pool, **options)]
         self.pool = self.graphs[0].pool
-        log.info("step for %s ready in %.1f s", "+".join(self.drawn), time.monotonic() - begin)
+        gib = torch.cuda.max_memory_reserved() / 2**30 if world.device.type == "cuda" else 0.0
+        names = "+".join(self.drawn)
+        log.info("step for %s ready in %.1f s, %.1f GiB reserved", names, time.monotonic() - begin, gib)
 
     @property
     def samples(self) -> int:
@@ -153,8 +158,12 @@ def run_loop(
     while not clock.done:
         step = steps[progress.steps % len(steps)]
         rate = warm_and_decay(
-            progress.steps, clock.fraction, warmup=settings.warmup, decay_from=settings.decay_from, floor=settings.floor
-        )  # fmt: skip
+            progress.steps,
+            clock.fraction,
+            warmup=settings.warmup,
+            decay_from=settings.decay_from,
+            floor=settings.floor,
+        )
         optimizer.set_rate(rate * slower)
         step()
         filler.between_steps(step.drawn)
@@ -188,13 +197,21 @@ def run_loop(
         if not world.is_first:
             continue
         if now - last_save > settings.save_seconds:
-            save(progress)
+            attempt(save, progress)
             last_save = time.monotonic()
         if now > next_eval and clock.fraction < 0.95:
-            evaluate(progress)
+            attempt(evaluate, progress)
             next_eval = time.monotonic() + settings.eval_seconds
     world.barrier()
     return progress
+
+
+def attempt(work: Callable[[Progress], None], progress: Progress) -> None:
+    """A look or a save that fails must not cost the run."""
+    try:
+        work(progress)
+    except Exception:
+        log.exception("training goes on without this")
 
 
 def _log_line(stage: str, progress: Progress, clock: Clock, line: Mapping[str, float], speed: float) -> None:
@@ -202,6 +219,12 @@ def _log_line(stage: str, progress: Progress, clock: Clock, line: Mapping[str, f
         return
     values = "  ".join(f"{name} {value:.4g}" for name, value in line.items())
     log.info(
-        "%s %5.1f s %3.0f%%  step %d  %.3f M  %.0f/s  %s", stage, clock.elapsed, 100 * clock.fraction,
-        progress.steps, progress.samples / 1e6, speed, values,
-    )  # fmt: skip
+        "%s %5.1f s %3.0f%%  step %d  %.3f M  %.0f/s  %s",
+        stage,
+        clock.elapsed,
+        100 * clock.fraction,
+        progress.steps,
+        progress.samples / 1e6,
+        speed,
+        values,
+    )

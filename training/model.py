@@ -1,9 +1,10 @@
 """The built-in model as training sees it: text encoder and transformer together, over padded batches.
 
-The modules are the engine's own. Training only feeds them differently: prompts padded to a fixed number of rows,
-references to a fixed number of pictures, targets to a fixed number of rows, with the padding masked out as keys, so
-that a step has one shape and fits a CUDA graph. The modulation of a row depends on its segment (text, reference,
-target) and its sample alone, and `SegmentModulation` says so without an index per row, whose gradient is slow.
+The modules are the engine's own. Training only feeds them differently: prompts padded to a fixed number of
+rows, references to a fixed number of pictures, targets to a fixed number of rows, with the padding masked
+out as keys, so that a step has one shape and fits a CUDA graph. The modulation of a row depends on its
+segment (text, reference, target) and its sample alone, and `SegmentModulation` says so without an index per
+row, whose gradient is slow.
 
 Letters: B batch, L text rows, R references, P rows of one picture, S = L + R * P + P, C channels.
 """
@@ -44,42 +45,79 @@ def mini_config() -> H3Config:
     """The shipped model: H3-Image at 1/14 of its widths."""
     return H3Config(
         dit=DiTConfig(
-            hidden_size=384, num_layers=6, token_refiner_num_layers=1, num_attention_heads=4, ffn_hidden_size=1024,
-            text_dim=192, time_embed_hidden_size=384, time_embed_dim=64, qkv_rows="stacked",
+            hidden_size=384,
+            num_layers=6,
+            token_refiner_num_layers=1,
+            num_attention_heads=4,
+            ffn_hidden_size=1024,
+            text_dim=192,
+            time_embed_hidden_size=384,
+            time_embed_dim=64,
+            qkv_rows="stacked",
         ),
         vae=VAEConfig(
-            block_out_channels=(16, 32, 64, 96, 128, 128), norm_num_groups=8, decoder_hidden_size=256,
-            decoder_num_layers=5, decoder_num_attention_heads=4, refine_channels=32, posterior="mode", qkv_rows="stacked",
-            latents_mean=(0.0,) * 24, latents_std=(1.0,) * 24,
+            block_out_channels=(16, 32, 64, 96, 128, 128),
+            norm_num_groups=8,
+            decoder_hidden_size=256,
+            decoder_num_layers=5,
+            decoder_num_attention_heads=4,
+            refine_channels=32,
+            posterior="mode",
+            qkv_rows="stacked",
+            latents_mean=(0.0,) * 24,
+            latents_std=(1.0,) * 24,
         ),
         text=TextConfig(),
         scheduler=SchedulerConfig(
-            shift=2.0, condition_time=CONDITION_TIME, reference_pixels=512 * 512, max_references=3
+            shift=2.0, condition_time=CONDITION_TIME, reference_rule="canvas", max_references=3
         ),
         canvas=CanvasConfig(
-            min_side=256, max_side=1024, max_pixels=512 * 512, max_ratio=2.0, default_width=512, default_height=512,
+            min_side=256,
+            max_side=1024,
+            max_pixels=512 * 512,
+            max_ratio=2.0,
+            default_width=512,
+            default_height=512,
             max_prompt_characters=1000,
         ),
-    )  # fmt: skip
+    )
 
 
 def tiny_config() -> H3Config:
     """The same structure small enough to train for a few steps on a CPU."""
     return H3Config(
         dit=DiTConfig(
-            hidden_size=32, num_layers=2, token_refiner_num_layers=1, num_attention_heads=2, attention_head_dim=32,
-            ffn_hidden_size=64, text_dim=32, time_embed_hidden_size=32, time_embed_dim=16, rope_inv_freq_len=4,
-            timestep_input_dim=32, qkv_rows="stacked",
+            hidden_size=32,
+            num_layers=2,
+            token_refiner_num_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=32,
+            ffn_hidden_size=64,
+            text_dim=32,
+            time_embed_hidden_size=32,
+            time_embed_dim=16,
+            rope_inv_freq_len=4,
+            timestep_input_dim=32,
+            qkv_rows="stacked",
         ),
         vae=VAEConfig(
-            block_out_channels=(8, 8, 16, 16, 16, 16), layers_per_block=1, norm_num_groups=4, decoder_hidden_size=32,
-            decoder_num_layers=1, decoder_num_attention_heads=2, decoder_attention_head_dim=16, refine_channels=8,
-            posterior="mode", qkv_rows="stacked", latents_mean=(0.0,) * 24, latents_std=(1.0,) * 24,
+            block_out_channels=(8, 8, 16, 16, 16, 16),
+            layers_per_block=1,
+            norm_num_groups=4,
+            decoder_hidden_size=32,
+            decoder_num_layers=1,
+            decoder_num_attention_heads=2,
+            decoder_attention_head_dim=16,
+            refine_channels=8,
+            posterior="mode",
+            qkv_rows="stacked",
+            latents_mean=(0.0,) * 24,
+            latents_std=(1.0,) * 24,
         ),
         text=TextConfig(hidden_size=32, num_layers=1, num_attention_heads=2, head_dim=16, ffn_size=64),
         scheduler=mini_config().scheduler,
         canvas=mini_config().canvas,
-    )  # fmt: skip
+    )
 
 
 def products_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> Tensor:
@@ -115,7 +153,10 @@ def set_attention(module: nn.Module, body: Any) -> None:
 
 @dataclass(frozen=True)
 class SegmentModulation:
-    """Stands in for ops.Modulation. table: [B, 3, chunks, C]; segment: int64 [S], 0 text, 1 reference, 2 target."""
+    """Stands in for ops.Modulation.
+
+    table: [B, 3, chunks, C]; segment: int64 [S], 0 text, 1 reference, 2 target.
+    """
 
     table: Tensor
     segment: Tensor
@@ -132,7 +173,8 @@ class Batch:
     """Samples of one bucket.
 
     ids: int64 [B, L], length: int64 [B] (0 = no prompt). grid: int64 [B, 2], rows and columns of tokens.
-    target: float32 [B, P, 96] clean and normalised. references: float32 [B, R, P, 96]; num_references: int64 [B].
+    target: float32 [B, P, 96] clean and normalised. references: float32 [B, R, P, 96]; num_references:
+    int64 [B].
     """
 
     ids: Tensor
@@ -145,7 +187,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the rows of a batch are. keep: bool [B, S]; segment: int64 [S]; real: bool [B, P] of the target."""
+    """What the rows of a batch are.
+
+    keep: bool [B, S]; segment: int64 [S]; real: bool [B, P] of the target.
+    """
 
     rotary: Rotary
     keep: Tensor
@@ -154,7 +199,7 @@ class Layout:
 
 
 def make_layout(model: H3Mini, batch: Batch, length: Tensor) -> Layout:
-    """Positions and masks as portable_dit's packing gives them for unpadded sequences (a test compares them)."""
+    """Positions and masks as portable_dit's packing gives them unpadded (a test compares them)."""
     picture_rows, num_pictures = batch.target.shape[1], batch.references.shape[1]
     device = batch.ids.device
     text = torch.arange(batch.ids.shape[1], device=device)  # [L]
@@ -228,10 +273,10 @@ class H3Mini(nn.Module):
     def _word_rows(self, ids: Tensor, keep: Tensor) -> Tensor:
         return self.transformer.prefix(self.text_encoder(ids), (), KeyPadding(keep))
 
-    def word_rows(self, ids: Tensor, length: Tensor) -> Tensor:
-        """Refined text rows [B, L, C] of padded prompts."""
+    def word_rows(self, ids: Tensor, length: Tensor, *, plain: bool = False) -> Tensor:
+        """Refined text rows [B, L, C] of padded prompts. plain: without the compiler."""
         keep = torch.arange(ids.shape[1], device=ids.device)[None] < length[:, None]
-        rows: Tensor = self._words(ids, keep)
+        rows: Tensor = self._word_rows(ids, keep) if plain else self._words(ids, keep)
         return rows
 
     def velocity(
@@ -247,8 +292,9 @@ class H3Mini(nn.Module):
     ) -> Tensor:
         """Velocity towards the data, float32 [B, P, 96].
 
-        noisy: [B, P, 96]; words: [B, L, C]; references: [B, R, P, 96] with their trace of noise; times: [B], 1 = clean.
-        windows: float32 one-hot [B, heads] choosing a distilled head, None = base. plain: without the compiler.
+        noisy: [B, P, 96]; words: [B, L, C]; references: [B, R, P, 96] with their trace of noise; times:
+        [B], 1 = clean. windows: float32 one-hot [B, heads] choosing a distilled head, None = base. plain:
+        without the compiler.
         """
         dit = self.transformer
         shown = float32_linear(dit.video_patch_proj, references.flatten(1, 2)).to(words.dtype)

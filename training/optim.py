@@ -1,11 +1,12 @@
 """Muon and AdamW over one flat buffer, written so that a whole training step fits one CUDA graph.
 
-All parameters live in one float32 buffer, their gradients in another, the running average (EMA) in a third. A step is
-then a handful of kernels instead of thousands, gradients of several processes are summed with one all-reduce, and
-saving or loading is one copy. Nothing here reads a value back to the host: learning rates, step count and the
-gradient norm are tensors.
+All parameters live in one float32 buffer, their gradients in another, the running average (EMA) in a third.
+A step is then a handful of kernels instead of thousands, gradients of several processes are summed with one
+all-reduce, and saving or loading is one copy. Nothing here reads a value back to the host: learning rates,
+step count and the gradient norm are tensors.
 
-Muon: Jordan et al., https://kellerjordan.github.io/posts/muon; update RMS matching as in Moonlight (arXiv 2502.16982).
+Muon: Jordan et al., https://kellerjordan.github.io/posts/muon; update RMS matching as in Moonlight (arXiv
+2502.16982).
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def newton_schulz(matrices: Tensor, *, steps: int = 5) -> Tensor:
 class FlatOptimizer:
     """Owns the flat buffers of some modules and turns gradients into updates.
 
-    named: (name, parameter) pairs, in any order. is_matrix(name, parameter) chooses Muon. Parameters keep their
-    identity; only their storage moves, so build this before anything is captured in a graph.
+    named: (name, parameter) pairs, in any order. is_matrix(name, parameter) chooses Muon. Parameters keep
+    their identity; only their storage moves, so build this before anything is captured in a graph.
     """
 
     def __init__(
@@ -129,7 +130,10 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update from `grad`; a gradient with NaN or infinity changes nothing and is counted in `skipped`."""
+        """One update from `grad`.
+
+        A gradient with NaN or infinity changes nothing and is counted in `skipped`.
+        """
         s = self.settings
         norm = torch.linalg.vector_norm(self.grad)
         good = torch.isfinite(norm)

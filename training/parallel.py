@@ -61,7 +61,8 @@ class World:
 class Clock:
     """The share of a stage's time that is used up, the same on every rank.
 
-    Everything counts: set-up, evaluation, checkpoints. limit_steps ends a stage early, for tests. tick() once per step; it is a host clock, so throttle the device.
+    Everything counts: set-up, evaluation, checkpoints. limit_steps ends a stage early, for tests. tick()
+    once per step; it is a host clock, so throttle the device.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class Clock:
 def warm_and_decay(
     step: int, fraction: float, *, warmup: int, decay_from: float, floor: float = 0.0
 ) -> float:
-    """Learning-rate scale: linear over the first `warmup` steps, flat, then linear to `floor` at fraction 1."""
+    """Learning-rate scale of a step.
+
+    Linear over the first `warmup` steps, flat, then linear to `floor` at fraction 1.
+    """
     scale = min(1.0, (step + 1) / max(warmup, 1))
     if fraction > decay_from:
         scale *= floor + (1 - floor) * (1 - fraction) / (1 - decay_from)

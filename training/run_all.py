@@ -1,5 +1,6 @@
-"""Command line of the training chain. Torch is imported only after the arguments are read: worker processes start
-from this file too, and need none.
+"""Command line of the training chain.
+
+Torch is imported only after the arguments are read: worker processes start from this file too, and need none.
 
     python -m training.run_all --out runs/mini --minutes 25
 """
@@ -11,6 +12,7 @@ import logging
 import os
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
 STAGES = ("vae", "dit256", "mixed", "distil", "eval")
@@ -25,7 +27,11 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "build")
     parser.add_argument("--minutes", type=float, default=25.0, help="wall clock of the whole chain")
-    parser.add_argument("--from-stage", choices=STAGES, default=STAGES[0])
+    parser.add_argument(
+        "--from-stage",
+        choices=STAGES,
+        help="start here, and train this and later stages further if they were done",
+    )
     parser.add_argument("--to-stage", choices=STAGES, default=STAGES[-1])
     parser.add_argument(
         "--resume", type=Path, help="folder with sets of an earlier run, copied to --out first"
@@ -36,6 +42,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true", help="plain PyTorch kernels")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one")
+    parser.add_argument("--no-precompile", action="store_true", help="no compiler process beside the VAE")
     parser.add_argument("--cache", type=Path, help="compiler cache (default: inside --out)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="toy model and data on a CPU, about a minute")
@@ -49,7 +56,6 @@ def set_environment(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
 
 
 def set_logging(out: Path, name: str) -> None:
@@ -68,15 +74,23 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     if arguments.resume and rank == 0:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        for path in arguments.resume.iterdir():
-            if path.is_file() and path.suffix in (".json", ".safetensors", ".jsonl"):
-                shutil.copy2(path, arguments.out / path.name)
+        unpack(arguments.resume, arguments.out)
     if arguments.precompile:
         set_logging(arguments.out, "precompile-steps.log")
         precompile(arguments)
         return
     set_logging(arguments.out, "log.txt" if rank == 0 else f"log-{rank}.txt")
     run(arguments)
+
+
+def unpack(source: Path, out: Path) -> None:
+    """What `training.pack` wrote, or a run's own folder, brought into a new run's folder."""
+    for path in source.iterdir():
+        if path.suffix in (".json", ".safetensors", ".jsonl"):
+            shutil.copyfile(path, out / path.name)
+        elif path.suffix == ".tar":
+            with tarfile.open(path) as archive:
+                archive.extractall(out, filter="data")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -89,14 +103,21 @@ def run(arguments: argparse.Namespace) -> None:
         preset,
         compile=preset.compile and not arguments.no_compile,
         graphs=preset.graphs and not arguments.no_graphs,
+        precompile=not arguments.no_precompile,
     )
     if arguments.shares:
         pairs = (pair.split("=") for pair in arguments.shares.split(","))
         preset = replace(preset, minutes={**preset.minutes, **{name: float(value) for name, value in pairs}})
-    stages = STAGES[STAGES.index(arguments.from_stage) : STAGES.index(arguments.to_stage) + 1]
+    first = arguments.from_stage or STAGES[0]
+    stages = STAGES[STAGES.index(first) : STAGES.index(arguments.to_stage) + 1]
     try:
         whole = chain.Chain(
-            preset, out=arguments.out, data=arguments.data, minutes=arguments.minutes, seed=arguments.seed
+            preset,
+            out=arguments.out,
+            data=arguments.data,
+            minutes=arguments.minutes,
+            seed=arguments.seed,
+            again=arguments.from_stage is not None,
         )
         whole.run(stages)
     except BaseException:

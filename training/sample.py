@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -46,14 +47,17 @@ def euler(
     guidance: float | None,
     distilled: bool,
 ) -> Tensor:
-    """Denoised rows float32 [B, P, 96]. guidance None = one evaluation a step. distilled: step k uses head k."""
+    """Denoised rows float32 [B, P, 96].
+
+    guidance None = one evaluation a step. distilled: step k uses head k.
+    """
     device = noise.device
-    words = model.word_rows(batch.ids, batch.length)
+    words = model.word_rows(batch.ids, batch.length, plain=True)
     layout = make_layout(model, batch, batch.length)
     empty = make_layout(model, batch, torch.zeros_like(batch.length))
     references = mix_references(batch.references)
     x = noise
-    for k, (sigma, following) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for k, (sigma, following) in enumerate(pairwise(sigmas)):
         times = torch.full((len(x),), 1 - sigma, device=device)
         windows = None
         if distilled:
@@ -84,19 +88,19 @@ class Painter:
     batch: int = 128
 
     def __call__(self, records: Sequence[Record], size: int) -> Tensor:
-        """float32 [n, 3, size, size] in 0..1, in the order of the records; noise depends on the place in it."""
+        """float32 [n, 3, size, size] in 0..1 on the CPU; noise depends on the place in the list."""
         return self.paint(records, size, size)
 
     @torch.no_grad()
     def paint(self, records: Sequence[Record], width: int, height: int) -> Tensor:
-        pictures = torch.zeros(len(records), 3, height, width, device=self.atlas.device)
+        pictures = torch.zeros(len(records), 3, height, width)
         at_once = max(1, self.batch * 256 * 256 // (width * height))
         for slots in (0, 1, 3):
             wanted = {0: (0,), 1: (1,), 3: (2, 3)}[slots]
             places = [i for i, record in enumerate(records) if len(record.references) in wanted]
             for begin in range(0, len(places), at_once):
                 some = places[begin : begin + at_once]
-                pictures[some] = self._some([records[i] for i in some], some, slots, width, height)
+                pictures[some] = self._some([records[i] for i in some], some, slots, width, height).cpu()
         return pictures
 
     def _some(self, records: list[Record], places: list[int], slots: int, width: int, height: int) -> Tensor:
@@ -136,8 +140,14 @@ def sheet(painter: Painter, records: Sequence[Record], path: Path, *, width: int
     rows: list[Tensor] = []
     for record, picture in zip(records, drawn, strict=True):
         scenes = [*record.references, record.target] if record.references else [record.target]
-        exact = render(scenes, painter.atlas, width=width, height=height)
-        rows.append(torch.cat([exact, picture[None]]).cpu())
-    temporary = path.with_name("." + path.name)
-    contact_sheet(rows, [record.caption for record in records], temporary, columns=8)
-    temporary.replace(path)
+        exact = render(scenes, painter.atlas, width=width, height=height).cpu()
+        rows.append(torch.cat([exact, picture[None]]))
+    for widest, name in ((2, "text"), (3, "edit"), (5, "more")):
+        chosen = [i for i, row in enumerate(rows) if len(row) == widest or (widest == 5 and len(row) == 4)]
+        if not chosen:
+            continue
+        final = path.with_name(f"{path.stem}-{name}.png")
+        temporary = final.with_name("." + final.name)
+        captions = [records[i].caption for i in chosen]
+        contact_sheet([rows[i] for i in chosen], captions, temporary, columns=4 * widest)
+        temporary.replace(final)

@@ -1,4 +1,4 @@
-"""A toy world for trying the whole chain on a CPU: twelve drawn shapes in three styles, and a word list of captions."""
+"""A toy world for trying the whole chain on a CPU: twelve drawn shapes in three styles, and their words."""
 
 from __future__ import annotations
 

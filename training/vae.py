@@ -1,10 +1,10 @@
 """Stage 1: the image VAE on rendered scenes.
 
-Every picture is learned as 256-pixel tiles, because that is how the engine runs the VAE at any size; tiles of larger
-canvases show the same art at up to twice the scale, so crops of those are in the mix.
+Every picture is learned as 256-pixel tiles, because that is how the engine runs the VAE at any size; tiles
+of larger canvases show the same art at up to twice the scale, so crops of those are in the mix.
 
-The loss is pixels, their gradients and a 4x-pooled copy, with the gradient across token borders counted more: a ViT
-decoder paints 16-pixel patches, and what the eye sees first is where they do not meet.
+The loss is pixels, their gradients and a 4x-pooled copy, with the gradient across token borders counted
+more: a ViT decoder paints 16-pixel patches, and what the eye sees first is where they do not meet.
 
 Letters: B batch, H W pixels.
 """
@@ -25,21 +25,22 @@ from PIL import Image
 from torch import Tensor, nn
 
 from portable_dit.models.h3_image.config import VAEConfig
-from portable_dit.models.h3_image.vae import DecoderBlock, ImageVAE, ResBlock
+from portable_dit.models.h3_image.vae import ImageVAE, ResBlock
 from training.capture import compiled
 from training.checkpoint import has_set, load_set, read_index, save_set
 from training.feed import Feed, FeedKind
-from training.loop import LoopSettings, Meter, Progress, TrainStep, run_loop
+from training.loop import LoopSettings, Meter, Progress, TrainStep, attempt, run_loop
 from training.model import fused_attention, set_attention
 from training.optim import FlatOptimizer, OptimSettings
 from training.parallel import Clock, World
-from training.pool import Filler, PixelPool, PixelScale, Plan, Ring, crop_chunk, render_all
+from training.pool import Filler, PixelPool, PixelScale, Plan, Ring, compile_vae, crop_chunk, render_all
 from training.render import Atlas
 
 log = logging.getLogger("training")
 
 NAME = "vae"
 SCALE_START = 0.2  # of the decoder's layer scales
+LOGVAR_START = -4.0  # latents begin with little noise; the KL term adds what it needs
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def start(config: VAEConfig, *, seed: int) -> ImageVAE:
         elif isinstance(module, nn.Conv2d) and "refine.4" not in name:
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             nn.init.zeros_(module.bias)
+    nn.init.constant_(vae.quant_conv.bias[config.latent_channels :], LOGVAR_START)
     nn.init.trunc_normal_(vae.decoder.register_tokens, std=0.02)
     for block in vae.decoder.transformer_blocks:
         nn.init.constant_(block.scale1, SCALE_START)
@@ -98,19 +100,6 @@ def start(config: VAEConfig, *, seed: int) -> ImageVAE:
             with torch.no_grad():
                 module.conv2.weight.mul_(0.3)  # a calm residual stream at the start
     return vae
-
-
-def use_compiler(vae: ImageVAE) -> None:
-    """Compile the repeated blocks, one version for each shape; the state dict is untouched."""
-    torch._inductor.config.force_layout_optimization = True
-    run = compiled(_class_forward, enabled=True)
-    for module in vae.modules():
-        if isinstance(module, ResBlock | DecoderBlock):
-            module.forward = functools.partial(run, module)
-
-
-def _class_forward(module: Any, *arguments: Any) -> Any:
-    return type(module).forward(module, *arguments)
 
 
 def gradient_errors(difference: Tensor, *, token: int = 16) -> tuple[Tensor, Tensor]:
@@ -160,7 +149,10 @@ def save_grid(pairs: list[Tensor], path: Path, *, columns: int = 8) -> None:
 
 
 def load_vae(folder: Path, config: VAEConfig, device: torch.device) -> ImageVAE:
-    """The finished VAE with its latent statistics in the config. Raises ValueError when it is not finished."""
+    """The finished VAE with its latent statistics in the config.
+
+    Raises ValueError when it is not finished.
+    """
     tensors, index = load_set(folder, NAME)
     note = index["note"]
     if not note.get("latents_std"):
@@ -195,7 +187,7 @@ class VAEStage:
         self.vae.to(device)
         set_attention(self.vae, fused_attention)
         if compile_blocks:
-            use_compiler(self.vae)
+            compile_vae(self.vae)
         self.optimizer = FlatOptimizer(
             self.vae.named_parameters(), is_matrix=is_muon_matrix, settings=settings.optim
         )
@@ -270,14 +262,14 @@ class VAEStage:
         return self.optimizer.named_ema()
 
     @torch.no_grad()
-    def statistics(self) -> dict[str, list[float]]:
+    def statistics(self, images: int) -> dict[str, list[float]]:
         """Mean and standard deviation of each latent channel over pooled crops."""
         vae = ImageVAE(self.config).to(self.world.device)
         vae.load_state_dict(self._averaged())
         total = torch.zeros(self.config.latent_channels, device=self.world.device, dtype=torch.float64)
         squares, count = total.clone(), 0
-        for _ in range(max(1, self.settings.stat_images // 64)):
-            pixels = self.pool.batch(min(64, self.settings.stat_images))
+        for _ in range(max(1, images // 64)):
+            pixels = self.pool.batch(min(64, images))
             mean = vae.encode_tile(vae.normalize_pixels(pixels))[0].double()
             total += mean.sum(dim=(0, 2, 3))
             squares += mean.square().sum(dim=(0, 2, 3))
@@ -287,21 +279,22 @@ class VAEStage:
         return {"latents_mean": average.tolist(), "latents_std": deviation.tolist()}
 
     def save(self, progress: Progress, *, done: bool = False) -> None:
-        note = {"done": done, "samples": progress.samples, "measured": self.measured} | self.statistics()
+        images = self.settings.stat_images if done else min(self.settings.stat_images, 256)
+        note = {"done": done, "samples": progress.samples, "measured": self.measured}
+        note |= self.statistics(images)
         save_set(self.out, NAME, self._averaged(), step=self.before + progress.steps, note=note)
 
     def evaluate(self, progress: Progress) -> None:
         self.measured = self.measure()
         log.info("vae eval at %.3f M: %s", progress.samples / 1e6, json.dumps(self.measured))
 
-    def run(self, make_clock: Callable[[], Clock], *, on_ready: Callable[[], None]) -> None:
-        """Train until the clock is done; leaves the finished set in `out`. on_ready: called once steps run."""
+    def run(self, make_clock: Callable[[], Clock]) -> None:
+        """Train until the clock is done; leaves the finished set in `out`."""
         self.measured: dict[str, Any] = {}
         step = TrainStep(
             self._loss, drawn={"pixels": self.settings.batch}, optimizer=self.optimizer, meter=self.meter,
             world=self.world, use_graphs=self.use_graphs,
         )  # fmt: skip
-        on_ready()
         self.filler.start()
         clock = make_clock()
         try:
@@ -312,6 +305,6 @@ class VAEStage:
         finally:
             self.filler.stop()
         if self.world.is_first:
-            self.evaluate(progress)
+            attempt(self.evaluate, progress)
             self.save(progress, done=True)
         self.world.barrier()

@@ -1,22 +1,55 @@
 """What the rest of the engine may know of a model, as torch-free data, and the shape of a loaded model.
 
-A family (one folder beside this file) turns a checkpoint's configs into a `ModelSpec` without torch, and into a
-`Model` with it. Plans read the spec; the engine drives the model; neither knows the family.
+A family (one folder beside this file) turns a checkpoint's configs into a `ModelSpec` without torch, and into
+a `Model` with it. Plans read the spec; the engine drives the model; neither knows the family.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from portable_dit.capabilities import AttentionRequest, FusionRequest
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from torch import Tensor, nn
 
 COMPONENTS = ("text_encoder", "dit", "vae")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Quantised formats hold one byte per weight. Here: bytes of one scale, and the block of rows and columns that
+# shares it, 0 = the whole side.
+FORMAT_SCALES = {
+    "fp8_row": (4, 1, 0),
+    "fp8_tensor": (4, 0, 0),
+    "fp8_block128": (4, 128, 128),
+    "fp8_weight_only": (4, 1, 0),
+    "mxfp8": (1, 1, 32),
+    "int8_row": (4, 1, 0),
+    "int8_weight_only": (4, 1, 0),
+}
+
+
+def linear_bytes(format: str, out_features: int, in_features: int) -> int:
+    """Bytes of one weight [out_features, in_features] in a dtype or in a quantised format with its scales."""
+    if format in DTYPE_BYTES:
+        return out_features * in_features * DTYPE_BYTES[format]
+    size, rows, columns = FORMAT_SCALES[format]
+    blocks = -(-out_features // (rows or out_features)) * -(-in_features // (columns or in_features))
+    return out_features * in_features + size * blocks
+
+
+def matches(name: str, globs: Sequence[str]) -> bool:
+    """Whether a layer's name, or that of a module around it, matches a glob: "a.b" matches "a.b.c.0"."""
+    parts = name.split(".")
+    paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return any(fnmatchcase(path, glob) for glob in globs for path in paths)
 
 
 @dataclass(frozen=True)
@@ -30,16 +63,51 @@ class SizeRules:
     max_ratio: float
     default: tuple[int, int]  # width, height
 
+    def nearest(self, width: float, height: float) -> tuple[int, int]:
+        """The legal canvas closest to width x height: in ratio above all, then in area."""
+        ratio = min(max(max(width, 1) / max(height, 1), 1 / self.max_ratio), self.max_ratio)
+        least_area = self.min_side**2 * max(ratio, 1 / ratio)
+        area = min(max(max(width, 1) * max(height, 1), least_area), self.max_pixels)
+
+        def distance(size: tuple[int, int]) -> float:
+            return 2 * abs(math.log(size[0] / size[1] / ratio)) + abs(math.log(size[0] * size[1] / area))
+
+        across, down = self._sides_near(math.sqrt(area * ratio)), self._sides_near(math.sqrt(area / ratio))
+        legal = [(w, h) for w in across for h in down if self._allows(w, h)]
+        if legal:
+            return min(legal, key=distance)
+        sides = [min(across), min(down)]
+        while not self._allows(*sides):  # ends with the smallest square at the latest
+            sides[sides.index(max(sides))] -= self.multiple
+        return sides[0], sides[1]
+
+    def _allows(self, width: int, height: int) -> bool:
+        """Whether sides that are legal each on their own go together."""
+        return width * height <= self.max_pixels and max(width, height) <= self.max_ratio * min(width, height)
+
+    def _sides_near(self, side: float) -> tuple[int, ...]:
+        """Legal sides just below and above."""
+        below = math.floor(side / self.multiple)
+        least, most = math.ceil(self.min_side / self.multiple), self.max_side // self.multiple
+        return tuple(min(max(n, least), most) * self.multiple for n in (below - 1, below, below + 1))
+
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Linear layers of one shape: `pattern` is a glob over module names inside the component."""
+    """Linear layers of one shape that a format may be put on.
+
+    pattern: their module names inside the component, with `*` where the numbers 0 .. count - 1 stand.
+    """
 
     component: str
     pattern: str
     count: int
     in_features: int
     out_features: int
+
+    def names(self) -> tuple[str, ...]:
+        """The module names, one per layer."""
+        return tuple(self.pattern.replace("*", str(i)) for i in range(self.count))
 
 
 @dataclass(frozen=True)
@@ -55,23 +123,32 @@ class Workload:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Weights and activations of one component on one device; `parts` explains the sum, name -> bytes."""
+    """Weights and activations of one component on one device; `parts` explains the weights, name -> bytes.
+
+    loading: on top of weights, only until loading is done (modulation weights before they become tables).
+    block: weights of one of `num_blocks` equal blocks, which layerwise offload moves.
+    """
 
     weights: int
     activations: int
     parts: Mapping[str, int] = field(default_factory=dict)
+    loading: int = 0
+    block: int = 0
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """How one component is held: activation dtype, and the format of its quantisable linears (None = dtype)."""
+    """How one component is held: activation dtype, and the format of its linears that are not in `keep`."""
 
     dtype: str = "bfloat16"
     format: str | None = None
+    keep: tuple[str, ...] = ()
 
 
-class ModelSpec(Protocol):
-    """Everything a plan needs of a model. Implementations are frozen dataclasses in `models/<family>/spec.py`."""
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ABC):
+    """Everything a plan needs of a model. Families derive from it in `models/<family>/spec.py`."""
 
     id: str
     family: str
@@ -80,6 +157,7 @@ class ModelSpec(Protocol):
     has_guidance: bool
     default_guidance: float | None
     max_references: int
+    max_reference_ratio: float  # the longer side over the shorter
     max_prompt_characters: int
     num_heads: int
     num_kv_heads: int
@@ -87,35 +165,45 @@ class ModelSpec(Protocol):
     num_blocks: int
     ffn_size: int
     num_experts: int
-    keep: tuple[str, ...]  # globs of linears that are never quantised unless a recipe says so
+    keep: tuple[str, ...]  # globs of linears that stay unquantised unless a recipe has a list of its own
     supported_layouts: tuple[str, ...]  # keys of recipe.layout that may exceed 1
+    dtypes: tuple[str, ...]  # activation types that give right pictures
+    float32_components: tuple[str, ...]  # held in float32 whatever the precision
+    prompt_tokens: int  # what a plan assumes of a prompt
     notes: tuple[str, ...]  # defaults that were used because the checkpoint does not say
-    linears: tuple[LinearGroup, ...]
+    linears: tuple[LinearGroup, ...]  # all that a format may be put on; no other layer is ever quantised
 
+    @abstractmethod
     def rows(self, workload: Workload) -> int:
         """Packed sequence length of one denoise step."""
-        ...
 
+    @abstractmethod
     def attention_requests(self, workload: Workload, dtype: str) -> Sequence[tuple[str, AttentionRequest]]:
         """The distinct attention calls, by component name."""
-        ...
 
+    @abstractmethod
     def fusion_requests(self, dtype: str) -> Sequence[FusionRequest]:
         """The fused seams that the DiT has."""
-        ...
 
+    @abstractmethod
     def bytes_on_device(self, component: str, workload: Workload, numbers: Numbers) -> Bytes:
         """Unsplit bytes of a component for one request; layouts divide them in the plan."""
-        ...
 
-    def reference_size(self, width: int, height: int) -> tuple[int, int]:
-        """The size a reference of the given pixels is brought to before it is encoded."""
-        ...
+    @abstractmethod
+    def reference_size(self, width: int, height: int, *, canvas: tuple[int, int]) -> tuple[int, int]:
+        """The size a reference of the given pixels is brought to before it is encoded.
+
+        canvas: width and height of the picture that is drawn.
+        """
+
+    @abstractmethod
+    def edit_size(self, width: int, height: int) -> tuple[int, int]:
+        """The canvas that an edit of such a reference wants when nobody says a size; may be illegal."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """sigmas: float32 noise levels, one more than steps, 1 -> 0. times: what the model is fed at each step."""
+    """sigmas: float32 noise levels, one more than steps, 1 -> 0. times: what the model is fed at each."""
 
     sigmas: tuple[float, ...]
     times: tuple[float, ...]
@@ -126,16 +214,17 @@ class Schedule:
 
 
 class Denoiser(Protocol):
-    """A DiT bound to one request, in the three parts that outside concerns hook into.
-
-    State is whatever the family carries from embed to head; blocks take and return the hidden rows [B, S, C].
-    """
+    """A DiT bound to one request, in the three parts that outside concerns hook into."""
 
     @property
-    def blocks(self) -> Sequence[Callable[..., Tensor]]: ...
+    def blocks(self) -> Sequence[Callable[..., Tensor]]:
+        """Take and return the hidden rows [B, S, C]. They hold weights and fixed tables alone: what belongs
+        to the request comes as arguments, so that one captured graph serves all requests of a size.
+        """
+        ...
 
     def embed(self, latents: Tensor, step: int) -> tuple[Tensor, tuple[Any, ...]]:
-        """Hidden rows [B, S, C] and the further arguments of every block."""
+        """Hidden rows [B, S, C] and the further arguments of every block: tensors, tuples, dataclasses."""
         ...
 
     def head(self, hidden: Tensor, step: int) -> Tensor:
@@ -143,13 +232,26 @@ class Denoiser(Protocol):
         ...
 
 
+TileRunner = Callable[[Callable[["Tensor"], "Tensor"], "Tensor"], "Tensor"]
+
+
+def run_eagerly(network: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """network(batch). What else a `TileRunner` may do: replay a graph, spread the batch over devices."""
+    return network(batch)
+
+
 class Model(Protocol):
     """A loaded model: components as modules, and the stages of a request as functions of values."""
 
-    spec: ModelSpec
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def component(self, name: str) -> nn.Module:
         """The module of "text_encoder", "dit" or "vae"."""
+        ...
+
+    def blocks_name(self, component: str) -> str:
+        """Where the equal blocks of "text_encoder" or "dit" are in it: the name of an nn.ModuleList."""
         ...
 
     def finish_loading(self, schedule: Schedule) -> None:
@@ -159,11 +261,17 @@ class Model(Protocol):
     def schedule(self, steps: int) -> Schedule: ...
 
     def encode_prompt(self, prompt: str, references: Sequence[np.ndarray]) -> Any:
-        """Text states and what else the text encoder gives. references: uint8 RGB [H, W, 3], already sized."""
+        """Text states and what else the encoder gives. references: uint8 RGB [H, W, 3], already sized."""
         ...
 
     def prepare(
-        self, prompt: Any, references: Sequence[np.ndarray], width: int, height: int, schedule: Schedule, seed: int
+        self,
+        prompt: Any,
+        references: Sequence[np.ndarray],
+        width: int,
+        height: int,
+        schedule: Schedule,
+        seed: int,
     ) -> Denoiser:
         """References encoded to latents, rows packed, positions and modulation indices laid out."""
         ...
@@ -172,10 +280,61 @@ class Model(Protocol):
         """Shape of one image's latents without batch: (C, h, w)."""
         ...
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, *, run: TileRunner) -> Tensor:
         """Latents [1, C, h, w] float32 -> pixels uint8 [H, W, 3] on the device."""
         ...
 
     def preview(self, latents: Tensor) -> Tensor:
         """A cheap small picture of half-denoised latents: uint8 [h, w, 3]."""
+        ...
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Stored tensors, by name, that make one parameter: make(*tensors) has the parameter's shape.
+
+    A tensor stored in 8 bits with a scale beside it is expanded by the loader before it gets here.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """sources: our parameter -> where it comes from. unused: stored tensors without a place in this model."""
+
+    sources: Mapping[str, TensorSource]
+    unused: frozenset[str]
+
+
+@runtime_checkable
+class Family(Protocol):
+    """A kind of model: the door through which the engine reaches its folder, or a plugin's package.
+
+    The object itself is torch-free; `build` and `tensor_map` import what they need.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def models(self) -> Mapping[str, Path | None]:
+        """What recipes call its models, each with the folder of the checkpoint that ships with it, if any."""
+        ...
+
+    def read_spec(self, model: str, folder: Path | None) -> ModelSpec:
+        """The spec from the configs in a checkpoint's folder; None = as published. Needs no torch."""
+        ...
+
+    def build(self, spec: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> Model:
+        """The model of a spec of this family on the meta device, each component in its dtype."""
+        ...
+
+    def folder(self, component: str) -> str:
+        """The component's folder inside a checkpoint."""
+        ...
+
+    def tensor_map(self, component: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> TensorMap:
+        """How the stored tensors of a component, given by name and shape, become its parameters."""
         ...

@@ -35,7 +35,7 @@ MINI = H3Config(
         latents_std=(1.0,) * 24,
     ),
     text=TextConfig(),
-    scheduler=SchedulerConfig(shift=2.0, reference_pixels=512 * 512, max_references=3),
+    scheduler=SchedulerConfig(shift=2.0, reference_rule="canvas", max_references=3),
     canvas=CanvasConfig(
         max_side=1024, max_pixels=512 * 512, max_ratio=2.0, default_width=512, default_height=512
     ),

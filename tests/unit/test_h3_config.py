@@ -100,3 +100,8 @@ def test_text_states_of_the_wrong_width_are_refused(tmp_path: Path) -> None:
     (folder / "text_encoder" / "config.json").write_text(json.dumps({**TEXT.to_dict(), "hidden_size": 16}))
     with pytest.raises(WeightsError, match=r"width 16, the transformer takes 12"):
         H3Config.from_folder(folder)
+
+
+def test_an_unknown_rule_for_references_names_the_near_one() -> None:
+    with pytest.raises(WeightsError, match=r"'canvass' is not a rule.*Did you mean 'canvas'"):
+        SchedulerConfig.from_dict({"reference_rule": "canvass"})

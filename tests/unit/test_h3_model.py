@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from portable_dit.errors import RequestError, WeightsError
 from portable_dit.models.h3_image.config import H3Config, SchedulerConfig
 from portable_dit.models.h3_image.model import H3Image, build
 from portable_dit.models.h3_image.packing import pack, patchify, unpatchify
-from portable_dit.sampling import denoise, draw_noise, euler_step
+from portable_dit.sampling import denoise, draw_noise, euler_step, predict
 
 WIDTH, HEIGHT = 96, 64
 
@@ -152,6 +153,25 @@ def test_references_may_have_sizes_of_their_own(model: H3Image) -> None:
 
 def test_modulation_weights_are_gone_after_loading(model: H3Image) -> None:
     assert not [name for name, _ in model.dit.named_parameters() if "adaln_proj" in name]
+
+
+def test_tables_of_streamed_blocks_come_to_the_device_that_computes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands for an accelerator: as with a real one, mixing it with the host fails."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # it knows no meta device
+    model = load(folder, finish=False)
+    model.dit.blocks[0].to("meta")  # resident; the other one is still on the host
+    schedule = model.schedule(6)
+    model.finish_loading(schedule)
+    model.dit.to("meta")
+    pictures = (reference(1),)
+    prompt = model.encode_prompt("a red cat", pictures)
+    denoiser = model.prepare(prompt, pictures, WIDTH, HEIGHT, schedule, 0)
+    assert all(block.table.is_meta for block in denoiser.blocks)
+    latents = torch.empty(1, *model.latent_shape(WIDTH, HEIGHT), device="meta")
+    for step in range(6):
+        assert predict(denoiser, latents, step).is_meta
 
 
 def test_another_number_of_steps_is_refused(model: H3Image) -> None:

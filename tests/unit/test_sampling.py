@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from portable_dit.errors import Cancelled
+from portable_dit.errors import CancelledError
 from portable_dit.models.spec import Schedule
 from portable_dit.sampling import denoise, draw_noise, euler_step, shift_sigmas, times_of, uniform_sigmas
 
@@ -97,6 +97,6 @@ def test_the_noise_handed_in_is_not_changed() -> None:
 
 def test_a_cancelled_request_stops_at_the_next_step() -> None:
     denoiser = TowardsPicture(torch.zeros(1, 4, 8, 8))
-    with pytest.raises(Cancelled, match="after 2 of 6 steps"):
+    with pytest.raises(CancelledError, match="after 2 of 6 steps"):
         denoise(denoiser, draw_noise((1, 4, 8, 8), 0), SCHEDULE, cancelled=lambda: len(denoiser.steps) == 2)
     assert denoiser.steps == [0, 1]

@@ -13,38 +13,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from portable_dit.errors import WeightsError
 from portable_dit.models.h3_image.config import DiTConfig, H3Config, VAEConfig
+from portable_dit.models.spec import TensorMap, TensorSource
 
 Shapes = Mapping[str, tuple[int, ...]]
 FOLDERS = {"dit": "transformer", "vae": "vae", "text_encoder": "text_encoder"}
 
 # A bank of offsets holds small corrections behind one full head: below this share of its norm.
 OFFSET_NORM = 0.5
-
-
-@dataclass(frozen=True)
-class TensorSource:
-    """Stored tensors, by name, that make one parameter: make(*tensors) has the parameter's shape.
-
-    A tensor stored in 8 bits with a scale beside it is expanded by the loader before it gets here.
-    """
-
-    names: tuple[str, ...]
-    make: Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """sources: our parameter -> where it comes from. unused: stored tensors without a place in this model."""
-
-    sources: Mapping[str, TensorSource]
-    unused: frozenset[str]
 
 
 def tensor_map(component: str, shapes: Shapes, config: H3Config) -> TensorMap:

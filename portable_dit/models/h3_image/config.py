@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from portable_dit.errors import WeightsError
+from portable_dit.errors import WeightsError, near
+
+REFERENCE_RULES = ("area", "short_edge", "fit", "canvas")
 
 # Per-channel statistics of the H3 video VAE, MiniMax-H3 video_vae/config.json. The image VAE's own are
 # unpublished.
@@ -207,7 +209,8 @@ class SchedulerConfig:
     base_schedule: unshifted noise levels 1 -> 0, None = uniform. condition_time: how clean references are, 1
     = clean; they are mixed with that much noise. reference_rule: "area" scales a reference to about
     `reference_pixels`, "short_edge" scales its short side to the root of that, "fit" only shrinks it to at
-    most that area.
+    most that area; "canvas" scales it to about the area of the picture that is drawn and takes no notice of
+    `reference_pixels`.
     """
 
     shift: float = 12.0
@@ -222,7 +225,14 @@ class SchedulerConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> SchedulerConfig:
         guesses = ("shift", "condition_time", "reference_rule", "max_references")
-        return _read(cls, raw, {}, unpublished=guesses, where="scheduler/scheduler_config.json")
+        where = "scheduler/scheduler_config.json"
+        config = _read(cls, raw, {}, unpublished=guesses, where=where)
+        if config.reference_rule not in REFERENCE_RULES:
+            raise WeightsError(
+                f"{where}: reference_rule = {config.reference_rule!r} is not a rule of this version."
+                f"{near(config.reference_rule, REFERENCE_RULES)}"
+            )
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         return _plain(self)

@@ -24,7 +24,7 @@ from portable_dit.models.h3_image.schedule import all_times, make_schedule, refe
 from portable_dit.models.h3_image.spec import H3Spec, make_spec
 from portable_dit.models.h3_image.text import Conditioner, Conditioning, MiniTextEncoder, WordPiece
 from portable_dit.models.h3_image.vae import ImageVAE
-from portable_dit.models.spec import COMPONENTS, Schedule
+from portable_dit.models.spec import COMPONENTS, Schedule, TileRunner, run_eagerly
 from portable_dit.ops import Modulation, Rotary
 
 PREVIEW_CELLS = 16  # of a preview's longer side: one tile, whatever the size of the picture
@@ -121,6 +121,10 @@ class H3Image:
             raise ValueError(f"component {name!r}.{near(name, COMPONENTS)}")
         return modules[name]
 
+    def blocks_name(self, component: str) -> str:
+        """Where the equal blocks of a component are in it."""
+        return {"dit": "blocks", "text_encoder": "layers"}[component]
+
     @torch.no_grad()
     def finish_loading(self, schedule: Schedule) -> None:
         """Turns modulation, which depends on the times alone, into small tables and drops 40 % of the
@@ -176,9 +180,9 @@ class H3Image:
         return self.config.vae.latent_channels, height // ratio, width // ratio
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, *, run: TileRunner = run_eagerly) -> Tensor:
         """Latents float32 [1, C, h, w] -> pixels uint8 [H, W, 3]."""
-        return self.vae.decode(latents)[0]
+        return self.vae.decode(latents, run=run)[0]
 
     @torch.no_grad()
     def preview(self, latents: Tensor) -> Tensor:

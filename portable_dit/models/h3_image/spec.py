@@ -17,10 +17,11 @@ from portable_dit.models.spec import (
     Numbers,
     SizeRules,
     Workload,
-    is_kept,
     linear_bytes,
+    matches,
 )
 
+MAX_REFERENCE_RATIO = 4.0  # beyond, scaling to a fixed area makes slivers
 # "<Picture 1>: ", vision start and vision end: what a reference adds to the text beside its own patches.
 LABEL_ROWS = 7
 # Quantising these too costs far more quality than it saves: LPIPS 0.140 -> 0.161 in int8, 0.255 -> 0.308 in
@@ -83,8 +84,13 @@ class H3Spec(ModelSpec):
             case _:
                 return self._text_bytes(workload, numbers)
 
-    def reference_size(self, width: int, height: int) -> tuple[int, int]:
+    def reference_size(self, width: int, height: int, *, canvas: tuple[int, int]) -> tuple[int, int]:
         scheduler, multiple = self.config.scheduler, self.sizes.multiple
+        if scheduler.reference_rule == "canvas":
+            if self.edit_size(width, height) == canvas:
+                return canvas
+            scale = math.sqrt(canvas[0] * canvas[1] / (width * height))
+            return self.sizes.nearest(width * scale, height * scale)
         scale = math.sqrt(scheduler.reference_pixels / (width * height))
         if scheduler.reference_rule == "short_edge":
             scale = math.sqrt(scheduler.reference_pixels) / min(width, height)
@@ -92,6 +98,11 @@ class H3Spec(ModelSpec):
             scale = min(scale, 1.0)
         wide, high = (max(round(side * scale / multiple), 1) * multiple for side in (width, height))
         return wide, high
+
+    def edit_size(self, width: int, height: int) -> tuple[int, int]:
+        if self.config.scheduler.reference_rule == "canvas":
+            return self.sizes.nearest(width, height)
+        return self.reference_size(width, height, canvas=self.sizes.default)
 
     def _patches(self, width: int, height: int) -> int:
         side = self.config.vae.ratio * self.config.dit.patch_size[1]
@@ -119,7 +130,7 @@ class H3Spec(ModelSpec):
             if group.component == component and group.pattern.startswith(within):
                 shape = group.out_features, group.in_features
                 each = linear_bytes(numbers.dtype, *shape) - linear_bytes(numbers.format, *shape)
-                saved += each * sum(not is_kept(name, numbers.keep) for name in group.names())
+                saved += each * sum(not matches(name, numbers.keep) for name in group.names())
         return saved
 
     def _dit_bytes(self, workload: Workload, numbers: Numbers) -> Bytes:
@@ -194,6 +205,12 @@ def make_spec(model: str, config: H3Config, *, notes: tuple[str, ...] = ()) -> H
         has_guidance=False,
         default_guidance=None,
         max_references=config.scheduler.max_references,
+        # References of the size of the canvas must be of a shape that the canvas may have.
+        max_reference_ratio=(
+            canvas.max_ratio
+            if config.scheduler.reference_rule == "canvas"
+            else max(MAX_REFERENCE_RATIO, canvas.max_ratio)
+        ),
         max_prompt_characters=canvas.max_prompt_characters,
         num_heads=dit.num_attention_heads,
         num_kv_heads=dit.num_attention_heads,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from portable_dit.masks import NO_MASK
 from portable_dit.models.h3_image.config import VAEConfig
 from portable_dit.models.h3_image.tiling import TileAxis, tile_axis
+from portable_dit.models.spec import TileRunner, run_eagerly
 from portable_dit.ops import Attention, HeadNormRotary, RMSNorm, Rotary, SwiGLU
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -275,19 +276,25 @@ class ImageVAE(nn.Module):
         mean, logvar = blend_tiles(moments, rows // ratio, columns // ratio).chunk(2, dim=1)
         return self.normalize_latents(self._posterior(mean, logvar.clamp(-30.0, 20.0)))
 
-    def decode(self, latents: Tensor, *, max_tiles: int = MAX_TILES) -> Tensor:
-        """Normalised latents float32 [B, C, h, w] -> uint8 [B, H, W, 3], rounded on the device."""
+    def decode(self, latents: Tensor, *, max_tiles: int = MAX_TILES, run: TileRunner = run_eagerly) -> Tensor:
+        """Normalised latents float32 [B, C, h, w] -> uint8 [B, H, W, 3], rounded on the device.
+
+        run: calls the network on each batch of tiles.
+        """
         pixels = self.denormalize_pixels(
-            self.decode_pixels(self.denormalize_latents(latents), max_tiles=max_tiles)
+            self.decode_pixels(self.denormalize_latents(latents), max_tiles=max_tiles, run=run)
         )
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
-    def decode_pixels(self, z: Tensor, *, max_tiles: int = MAX_TILES) -> Tensor:
+    def decode_pixels(
+        self, z: Tensor, *, max_tiles: int = MAX_TILES, run: TileRunner = run_eagerly
+    ) -> Tensor:
         """Raw latents [B, C, h, w] -> ImageNet-normalised [B, 3, H, W], tiled and blended."""
         ratio = self.config.ratio
         rows, columns = self._axes(z.shape[-2] * ratio, z.shape[-1] * ratio)
         tiles = cut_tiles(z, rows // ratio, columns // ratio)
-        return blend_tiles(run_tiles(self.decode_tile, tiles, max_tiles), rows, columns)
+        decoded = run_tiles(lambda batch: run(self.decode_tile, batch), tiles, max_tiles)
+        return blend_tiles(decoded, rows, columns)
 
     def _moments(self, pixels: Tensor) -> Tensor:
         moments: Tensor = self.quant_conv(self.encoder(pixels))

@@ -1,0 +1,91 @@
+"""The command line. stdout is the answer, stderr is for people; errors are one message and an exit code.
+
+Nothing here imports torch, so that `--help` is quick; commands import what they need when they run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from portable_dit import __version__
+from portable_dit.cli import recipes, weights
+from portable_dit.cli.backends import backends
+from portable_dit.cli.bench import bench
+from portable_dit.cli.doctor import doctor
+from portable_dit.cli.inspect import inspect
+from portable_dit.cli.plan import plan
+from portable_dit.cli.run import run
+from portable_dit.errors import PortableDitError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class Commands(TyperGroup):
+    """Turns what goes wrong inside a command into a message on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # Who read our answer has gone. The interpreter flushes stdout once more on its way out.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except PortableDitError as error:
+            if ctx.params.get("debug"):
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"portable-dit {__version__}")
+        raise typer.Exit()
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="PORTABLE_DIT_DEBUG", help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Diffusion Transformers on any accelerator: draw, plan and measure from one recipe per machine."""
+
+
+app.command()(run)
+app.command()(plan)
+app.command()(inspect)
+app.command()(bench)
+app.add_typer(weights.app, name="weights")
+app.command()(doctor)
+app.command()(backends)
+app.add_typer(recipes.app, name="recipes")
+
+
+def main() -> None:
+    """The entry point of `portable-dit`."""
+    app()

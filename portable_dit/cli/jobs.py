@@ -1,0 +1,194 @@
+"""From flags and prompt files to requests: what `run` is asked to draw, and where each picture goes.
+
+Torch-free, and strict: an unknown key of a JSONL line is refused with the near name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from portable_dit.errors import RequestError, near
+from portable_dit.image import FORMATS, format_of
+from portable_dit.request import Request, parse_size
+
+MOST_BYTES = 16 << 20  # of a prompt or a file of prompts; no model reads as much
+
+# Keys of a JSONL line, and the type of each. The field's longer names are understood too.
+KEYS: dict[str, tuple[type, ...]] = {
+    "prompt": (str,),
+    "size": (str,),
+    "aspect_ratio": (str,),
+    "steps": (int,),
+    "guidance_scale": (int, float),
+    "seed": (int,),
+    "images": (int,),
+    "references": (list,),
+    "output": (str,),
+    "format": (str,),
+}
+OTHER_NAMES = {"num_inference_steps": "steps", "n": "images", "image": "references"}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The flags of `run` as they were given."""
+
+    prompt: str | None
+    prompts: Path | None
+    references: tuple[str, ...]
+    size: str | None
+    width: int | None
+    height: int | None
+    aspect_ratio: str | None
+    steps: int | None
+    guidance_scale: float | None
+    seed: int
+    images: int
+    output: Path | None
+    format: str | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request and its output. place: "file:line: " for messages, empty for the only one."""
+
+    request: Request
+    output: Path
+    place: str
+
+
+def read_jobs(wishes: Wishes) -> tuple[Job, ...]:
+    """All jobs that the flags ask for. Raises RequestError with every line that cannot be read."""
+    if (wishes.prompt is None) == (wishes.prompts is None):
+        raise RequestError(
+            "prompt: give one of --prompt TEXT (- for stdin, @FILE for a file) and --prompts FILE, not both."
+        )
+    common = Request(
+        "",
+        size=_size(wishes),
+        aspect_ratio=wishes.aspect_ratio,
+        steps=wishes.steps,
+        guidance_scale=wishes.guidance_scale,
+        seed=wishes.seed,
+        images=wishes.images,
+        references=wishes.references,
+    )
+    if wishes.prompt is not None:
+        job = Job(replace(common, prompt=read_prompt(wishes.prompt)), _output(wishes, wishes.format), "")
+        return (_with_format(job, wishes.format),)
+    assert wishes.prompts is not None
+    return _jobs_of_file(wishes.prompts, common, wishes)
+
+
+def read_prompt(text: str) -> str:
+    """The prompt itself, or what stdin (-) or a file (@FILE) holds, without the line end."""
+    if text == "-":
+        return _decoded(sys.stdin.buffer.read(MOST_BYTES + 1), "stdin").rstrip("\r\n")
+    if text.startswith("@"):
+        return _read(
+            Path(text[1:]), hint="A prompt that begins with @ goes through stdin: --prompt -"
+        ).rstrip("\r\n")
+    return text
+
+
+def _jobs_of_file(path: Path, common: Request, wishes: Wishes) -> tuple[Job, ...]:
+    """A job for each line that is not empty; outputs are numbered over the whole file."""
+    lines = [(k, line) for k, line in enumerate(_read(path).splitlines(), 1) if line.strip()]
+    if not lines:
+        raise RequestError(f"{path}: holds no prompt. Write one per line.")
+    jobs: list[Job] = []
+    problems: list[str] = []
+    base = _output(wishes, wishes.format)
+    digits = len(str(len(lines)))
+    for index, (number, line) in enumerate(lines, 1):
+        place = f"{path}:{number}: "
+        output = base.with_name(f"{base.stem}-{index:0{digits}}{base.suffix}") if len(lines) > 1 else base
+        found = _line_keys(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
+        if isinstance(found, str):
+            problems.append(place + found)
+            continue
+        try:
+            jobs.append(_job_of_line(found, common, output, wishes.format, place))
+        except RequestError as error:
+            problems.append(place + str(error))
+    if problems:
+        raise RequestError("\n".join(problems))
+    return tuple(jobs)
+
+
+def _line_keys(line: str) -> dict[str, Any] | str:
+    """The keys of a JSONL line by their short names, or what is wrong with it."""
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        return f'not JSON ({error}). Write {{"prompt": "..."}} on each line.'
+    if not isinstance(raw, dict):
+        return 'not a JSON object. Write {"prompt": "..."} on each line.'
+    keys: dict[str, Any] = {OTHER_NAMES.get(str(key), str(key)): value for key, value in raw.items()}
+    for key, value in keys.items():
+        if key not in KEYS:
+            return f"key {key!r} is not known.{near(key, tuple(KEYS))}"
+        if not isinstance(value, KEYS[key]) or isinstance(value, bool):
+            return f"{key}: {value!r} must be {' or '.join(kind.__name__ for kind in KEYS[key])}."
+    if not all(isinstance(name, str) for name in keys.get("references", ())):
+        return "references: a list of file names."
+    return keys if "prompt" in keys else "prompt is missing."
+
+
+def _job_of_line(
+    keys: Mapping[str, Any], common: Request, output: Path, format: str | None, place: str
+) -> Job:
+    changes = {key: value for key, value in keys.items() if key not in ("output", "format", "size")}
+    if "references" in changes:
+        changes["references"] = tuple(changes["references"])
+    if "size" in keys:
+        changes |= {"size": parse_size(keys["size"]), "aspect_ratio": keys.get("aspect_ratio")}
+    elif "aspect_ratio" in keys:
+        changes["size"] = None
+    format = keys.get("format", format)
+    target = Path(keys["output"]) if "output" in keys else output
+    return _with_format(Job(replace(common, **changes), target, place), format)
+
+
+def _with_format(job: Job, format: str | None) -> Job:
+    return replace(job, request=replace(job.request, format=format_of(job.output, format)))
+
+
+def _output(wishes: Wishes, format: str | None) -> Path:
+    return wishes.output or Path(f"out{FORMATS.get(format or 'png', '.png')}")
+
+
+def _size(wishes: Wishes) -> tuple[int, int] | None:
+    """The size of --size, or of --width and --height together."""
+    if wishes.width is None and wishes.height is None:
+        return parse_size(wishes.size) if wishes.size is not None else None
+    if wishes.size is not None:
+        raise RequestError("size: --size was given with --width or --height. Say the size once.")
+    if wishes.width is None or wishes.height is None:
+        missing = "--width" if wishes.width is None else "--height"
+        raise RequestError(f"size: {missing} is missing. Give both, or --size WxH, or --aspect-ratio.")
+    return wishes.width, wishes.height
+
+
+def _read(path: Path, hint: str = "Check the path.") -> str:
+    try:
+        with path.open("rb") as file:
+            return _decoded(file.read(MOST_BYTES + 1), str(path))
+    except OSError as error:
+        raise RequestError(f"prompt file {path}: cannot be read ({error.strerror}). {hint}") from error
+
+
+def _decoded(raw: bytes, name: str) -> str:
+    if len(raw) > MOST_BYTES:
+        raise RequestError(f"{name}: over {MOST_BYTES:,} bytes, which is no prompt. Check the file.")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{name}: not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
+        ) from error

@@ -1,0 +1,147 @@
+"""`portable-dit plan`: what a recipe means here or on another machine, before anything is loaded.
+
+Exit code 0: it fits. 3: it does not. 2: the recipe is wrong.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from portable_dit.cli.options import JsonFlag, RecipeWish, StrictFlag, recipe_flags
+
+if TYPE_CHECKING:
+    from portable_dit.capabilities import Capabilities, KernelLists
+    from portable_dit.models.spec import ModelSpec, Workload
+    from portable_dit.plan import Plan
+
+DOES_NOT_FIT = 3
+
+
+@recipe_flags
+def plan(
+    wish: RecipeWish,
+    size: Annotated[str | None, typer.Option(metavar="WxH", help="The picture to plan for.")] = None,
+    image_count: Annotated[int, typer.Option(min=0, help="Reference images of the request.")] = 0,
+    machine: Annotated[
+        Path | None, typer.Option(help="Plan for the machine in this JSON file instead of this one.")
+    ] = None,
+    strict: StrictFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Say what would run where, what it needs, and whether it fits."""
+    from portable_dit.catalog import read_spec
+    from portable_dit.plan import make_plan
+
+    recipe = wish.load()
+    spec = read_spec(recipe)
+    workload = make_workload(spec, size, image_count)
+    capabilities, kernels = find_machine(machine, recipe.device.backend)
+    made = make_plan(recipe, spec, capabilities, kernels, workload, strict=strict)
+    if json:
+        typer.echo(json_text.dumps(made.as_dict()))
+    else:
+        show(made)
+    raise typer.Exit(0 if made.fits else DOES_NOT_FIT)
+
+
+def make_workload(spec: ModelSpec, size: str | None, image_count: int) -> Workload:
+    """The request that a plan is made for. Raises RequestError when the size cannot be read."""
+    from portable_dit.models.spec import Workload
+    from portable_dit.request import parse_size
+
+    width, height = parse_size(size) if size else spec.sizes.default
+    canvas = spec.sizes.nearest(width, height)  # the plan itself refuses an illegal one
+    reference = spec.reference_size(*spec.sizes.default, canvas=canvas)
+    return Workload(width, height, spec.prompt_tokens, (reference,) * image_count)
+
+
+def find_machine(machine: Path | None, backend: str | None) -> tuple[Capabilities, KernelLists | None]:
+    """The machine to plan for and the kernels it has; None when its backend is not installed here."""
+    from portable_dit.machine_file import load_machine
+    from portable_dit.plugins import load_plugins, select_backend
+
+    plugins = load_plugins()
+    if machine is not None:
+        capabilities = load_machine(machine)
+        owner = plugins.backends.get(capabilities.device.backend)
+        return capabilities, None if owner is None else owner.kernel_lists()
+    chosen = select_backend(backend, plugins)
+    return chosen.capabilities(chosen.devices()[0]), chosen.kernel_lists()
+
+
+def show(plan: Plan) -> None:
+    """The plan as tables on stdout."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    where = f"{plan.model} on {plan.device} ({plan.backend})"
+    work = plan.workload
+    references = f", {len(work.reference_sizes)} references" if work.reference_sizes else ""
+    console.print(Text(f"{where}, {work.width}x{work.height}{references}", style="bold"))
+    console.print(_recipe_table(plan), _kernel_table(plan), _bytes_table(plan))
+    for note in plan.notes:
+        console.print(Text(f"note: {note.text}", style="yellow" if note.changed else ""))
+    console.print(Text(plan.verdict, style="bold green" if plan.fits else "bold red"))
+
+
+def _recipe_table(plan: Plan) -> Any:
+    """Every key that has a value, and where it comes from; a section nobody touched is one row."""
+    table = _table("recipe", "value", "from")
+    for section, keys in groupby(plan.values, key=lambda key: key.partition(".")[0]):
+        rows = [(key, plan.values[key], plan.provenance[key]) for key in keys]
+        untouched = len(rows) > 1 and all(origin == "default" for _, _, origin in rows)
+        if untouched and len({str(value) for _, value, _ in rows}) == 1:
+            rows = [(f"{section}.*", *rows[0][1:])]
+        for key, value, origin in rows:
+            if value not in ("", {}, None):
+                table.add_row(key, _say(value), origin)
+    for name, dtype in plan.dtype.items():
+        table.add_row(f"{name} runs in", plan.formats[name] or dtype, "plan")
+    for name, on in plan.graphs.items():
+        table.add_row(f"{name} graphs", "on" if on else "off", "plan")
+    return table
+
+
+def _kernel_table(plan: Plan) -> Any:
+    table = _table("component", "op", "kernel", "not taken, and why")
+    for component in plan.kernels:
+        for op, kernel in plan.choices(component).items():
+            refused = [r for r in plan.refusals if (r.component, r.op) == (component, op)]
+            table.add_row(component, op, kernel, "\n".join(f"{r.kernel}: {r.detail}" for r in refused))
+    return table
+
+
+def _bytes_table(plan: Plan) -> Any:
+    table = _table("memory", "weights", "activations", "device in that stage")
+    sizes = plan.bytes
+    table.add_row("load", "", "", _gib(sizes.stages["load"]))
+    for name, size in sizes.components.items():
+        table.add_row(name, _gib(size.weights), _gib(size.activations), _gib(sizes.stages[name]))
+    table.add_row("peak", "", "", _gib(sizes.peak), style="bold")
+    if not sizes.shared:
+        table.add_row("host", _gib(sizes.host), f"{_gib(sizes.pinned)} pinned", "")
+    return table
+
+
+def _table(*columns: str) -> Any:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _say(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)

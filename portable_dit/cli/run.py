@@ -1,0 +1,238 @@
+"""`portable-dit run`: pictures from prompts, on this machine, in one load.
+
+Everything that can be refused is refused before the model is loaded: recipe, prompts, sizes, references,
+output. Files appear whole under their names or not at all. stdout is the answer: paths, or with --json one
+line per prompt.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from portable_dit.cli.options import JsonFlag, RecipeWish, StrictFlag, recipe_flags
+from portable_dit.errors import PortableDitError, RequestError
+
+if TYPE_CHECKING:
+    from portable_dit.cli.jobs import Job
+    from portable_dit.engine import Engine
+    from portable_dit.loading import Setup
+    from portable_dit.request import ResolvedRequest
+    from portable_dit.result import Event, Result, SavedImage
+
+
+@dataclass(frozen=True)
+class Work:
+    """A job whose request is checked and whose files can be written."""
+
+    request: ResolvedRequest
+    targets: tuple[Path, ...]
+
+
+@recipe_flags
+def run(
+    wish: RecipeWish,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="What to draw; - reads stdin, @FILE a file.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Several prompts, one per line; .jsonl lines may set more keys."),
+    ] = None,
+    image: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="A reference image to edit; repeatable.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the picture in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width in pixels, together with --height.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height in pixels, together with --width.")] = None,
+    aspect_ratio: Annotated[
+        str | None, typer.Option(metavar="W:H", help="Shape at the model's default area, as in 16:9.")
+    ] = None,
+    num_inference_steps: Annotated[int | None, typer.Option(help="Denoise steps.")] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first image; image k uses seed + k.")] = 0,
+    num_images: Annotated[int, typer.Option("-n", "--num-images", help="Images per prompt.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where to write; several become name-1, name-2, ...")
+    ] = None,
+    format: Annotated[str | None, typer.Option(help="png, jpeg or webp; else by the file's name.")] = None,
+    strict: StrictFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Draw pictures from prompts."""
+    from portable_dit.catalog import read_spec
+    from portable_dit.cli.jobs import Wishes, read_jobs
+    from portable_dit.loading import resolve_request, set_up
+
+    wishes = Wishes(
+        prompt=prompt,
+        prompts=prompts,
+        references=tuple(image or ()),
+        size=size,
+        width=width,
+        height=height,
+        aspect_ratio=aspect_ratio,
+        steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        seed=seed,
+        images=num_images,
+        output=output,
+        format=format,
+    )
+    jobs = read_jobs(wishes)
+    recipe = wish.load()
+    spec = read_spec(recipe)
+    work = _checked(jobs, lambda job: resolve_request(job.request, recipe, spec, strict=strict))
+    setup = set_up(recipe, strict=strict)
+    for item in work:
+        setup.require_fit(item.request)
+    _draw_all(setup, work, json)
+
+
+def _draw_all(setup: Setup, work: Sequence[Work], json: bool) -> None:
+    from portable_dit.engine import Engine
+
+    total = sum(item.request.images * (item.request.steps + 1) for item in work)
+    with _progress(total, json) as bar:
+        engine = Engine.load(setup, on_component=bar.loading)  # not closed: the process ends with it
+        for item in work:
+            _draw(engine, item, bar, json)
+
+
+def _checked(jobs: tuple[Job, ...], resolve: Callable[[Job], ResolvedRequest]) -> list[Work]:
+    """All jobs with their requests resolved and their places tried, or one error that lists every problem."""
+    taken: dict[Path, str] = {}
+    found = [_work_or_problem(job, resolve, taken) for job in jobs]
+    problems = [item for item in found if isinstance(item, PortableDitError)]
+    if problems:
+        raise type(problems[0])("\n".join(str(problem) for problem in problems))
+    return [item for item in found if isinstance(item, Work)]
+
+
+def _work_or_problem(
+    job: Job, resolve: Callable[[Job], ResolvedRequest], taken: dict[Path, str]
+) -> Work | PortableDitError:
+    from portable_dit.image import check_writable
+    from portable_dit.result import numbered
+
+    try:
+        request = resolve(job)
+        targets = numbered(job.output, request.images)
+        for target in targets:
+            check_writable(target, most_bytes=3 * request.width * request.height * len(targets))
+        _claim(targets, job.place, taken)
+    except PortableDitError as error:
+        return type(error)(f"{job.place}{error}")
+    return Work(request, targets)
+
+
+def _claim(targets: tuple[Path, ...], place: str, taken: dict[Path, str]) -> None:
+    """Two prompts must not write the same file, since only the later one would be left."""
+    for target in targets:
+        if target in taken:
+            raise RequestError(
+                f"{target} is written by {taken[target]}too. Give each line an output of its own."
+            )
+        taken[target] = place
+
+
+def _draw(engine: Engine, work: Work, bar: Bar, json: bool) -> None:
+    """Draws one prompt, writing each picture as it is done."""
+    from portable_dit.result import Drawn
+
+    saved: list[SavedImage] = []
+
+    def watch(event: Event) -> None:
+        bar.show(event)
+        if isinstance(event, Drawn):
+            target = work.targets[event.image]
+            saved.append(event.picture.save(target, format=work.request.format))
+            if not json:
+                bar.answer(str(target))
+
+    result = engine.generate(work.request, on_event=watch)
+    if json:
+        typer.echo(json_text.dumps(_as_json(result, saved, work)))
+    else:
+        for change in result.changes:
+            typer.echo(f"note: {change}", err=True)
+
+
+def _as_json(result: Result, saved: list[SavedImage], work: Work) -> dict[str, Any]:
+    """What --json prints for one prompt."""
+    return {
+        "images": [{**asdict(image), "path": str(image.path)} for image in saved],
+        "prompt": work.request.prompt,
+        "seconds": dict(result.seconds) | {"steps": [list(p.step_seconds) for p in result.images]},
+        "peak_bytes": result.peak_bytes,
+        "backend": result.backend,
+        "device": result.device,
+        "kernels": {name: dict(ops) for name, ops in result.kernels.items()},
+        "notes": list(result.notes),
+    }
+
+
+class Bar:
+    """Progress for people; this one shows nothing, for pipes."""
+
+    def loading(self, component: str) -> None:
+        """A component is being loaded."""
+
+    def show(self, event: Event) -> None:
+        """Something happened."""
+
+    def answer(self, text: str) -> None:
+        """Prints a line of the answer on stdout."""
+        typer.echo(text)
+
+
+class TerminalBar(Bar):
+    """Progress as one line on stderr."""
+
+    def __init__(self, progress: Any, task: Any) -> None:
+        self.progress = progress
+        self.task = task
+
+    def loading(self, component: str) -> None:
+        self.progress.update(self.task, description=f"loading {component}")
+
+    def answer(self, text: str) -> None:
+        self.progress.stop()  # takes the line away, which may stand on the same terminal as stdout
+        typer.echo(text)
+        self.progress.start()
+
+    def show(self, event: Event) -> None:
+        from portable_dit.result import Decoded, Encoded, Stepped
+
+        if isinstance(event, Encoded):
+            self.progress.update(self.task, description="drawing")
+        elif isinstance(event, Stepped):
+            name = f"image {event.image + 1}, step {event.step}/{event.steps}"
+            self.progress.update(self.task, description=name, advance=1)
+        elif isinstance(event, Decoded):
+            self.progress.update(self.task, description=f"image {event.image + 1}, writing", advance=1)
+
+
+@contextmanager
+def _progress(total: int, json: bool) -> Iterator[Bar]:
+    """A progress line on a terminal, and nothing anywhere else."""
+    if json or not sys.stderr.isatty():
+        yield Bar()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    # Redirecting, rich's default, would carry the answer from stdout to stderr.
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as progress:
+        yield TerminalBar(progress, progress.add_task("loading", total=total))

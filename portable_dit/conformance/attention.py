@@ -1,0 +1,187 @@
+"""Attention cases and their oracle. A kernel is judged only on the cases that its check accepts.
+
+Letters: B batch, S tokens, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from portable_dit import ops
+from portable_dit.backend import AttentionKernel, Backend
+from portable_dit.capabilities import AttentionRequest, Capabilities, Device
+from portable_dit.conformance.outcome import Outcome, judge
+from portable_dit.masks import NO_MASK, Causal, CausalWithFullSpans, KeyPadding, Mask, Segments
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call. rows: (Sq, Sk). padding: kept keys of each batch entry. spans, segments: as in masks.py.
+
+    magnitude multiplies queries and keys: large scores must not overflow. strided: q, k, v are slices of one
+    packed tensor, as a fused projection gives them. scale None is D^-0.5.
+    """
+
+    name: str
+    mask: str = "none"
+    batch: int = 1
+    rows: tuple[int, int] = (96, 96)
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 128
+    scale: float | None = None
+    magnitude: float = 1.0
+    strided: bool = False
+    padding: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+    segments: tuple[int, ...] = ()
+
+    @property
+    def real_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+CASES: tuple[AttentionCase, ...] = (
+    AttentionCase("plain"),
+    *(AttentionCase(f"head_dim_{dim}", rows=(65, 65), head_dim=dim) for dim in (64, 72, 96, 256)),
+    AttentionCase("long", rows=(544, 544)),
+    AttentionCase("odd_rows", rows=(131, 131)),
+    AttentionCase("one_query", rows=(1, 77)),
+    AttentionCase("one_key", rows=(33, 1)),
+    AttentionCase("fewer_queries", rows=(48, 160)),
+    AttentionCase("shared_key_heads", rows=(64, 64), heads=8, kv_heads=2),
+    AttentionCase("own_scale", rows=(64, 64), scale=0.5),
+    AttentionCase("large_scores", rows=(64, 64), magnitude=6.0),
+    AttentionCase("strided", rows=(80, 80), batch=2, strided=True),
+    AttentionCase("key_padding", "key_padding", batch=2, rows=(64, 64), padding=(64, 23)),
+    AttentionCase("key_padding_one_key", "key_padding", batch=2, rows=(40, 40), padding=(1, 40)),
+    AttentionCase("nothing_to_see", "key_padding", batch=2, rows=(40, 40), padding=(0, 40)),
+    AttentionCase("causal", "causal", rows=(97, 97)),
+    AttentionCase("causal_fewer_queries", "causal", rows=(5, 64)),
+    AttentionCase("causal_more_queries", "causal", rows=(64, 40)),
+    AttentionCase("full_spans", "causal_with_full_spans", rows=(90, 90), spans=((10, 40), (60, 75))),
+    AttentionCase("segments", "segments", rows=(100, 100), segments=(37, 1, 62)),
+)
+
+
+def check_attention(
+    kernel: AttentionKernel,
+    backend: Backend,
+    device: Device,
+    capabilities: Capabilities,
+    dtype: str,
+    cases: Sequence[AttentionCase] = CASES,
+) -> list[Outcome]:
+    """One outcome per case."""
+    return [_check(kernel, backend, device, capabilities, dtype, case) for case in cases]
+
+
+def _check(
+    kernel: AttentionKernel,
+    backend: Backend,
+    device: Device,
+    capabilities: Capabilities,
+    dtype: str,
+    case: AttentionCase,
+) -> Outcome:
+    request = AttentionRequest(dtype, case.head_dim, case.heads, case.kv_heads, max(case.rows), case.mask)
+    reject = kernel.check(request, capabilities)
+    if reject is not None:
+        return Outcome("attention", kernel.id, case.name, dtype, "not_claimed", reject.detail)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    q, k, v = (t.to(device.torch_device) for t in inputs(case, torch_dtype))
+    mask, scale = build_mask(case, torch.device(device.torch_device)), case.real_scale
+    return judge(
+        lambda: kernel.run(q, k, v, mask, scale=scale),
+        lambda: ops.attention(q, k, v, mask, scale=scale),
+        oracle(case, torch_dtype),
+        op="attention",
+        kernel=kernel.id,
+        case=case.name,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+    )
+
+
+def inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, Sq, N, D], k and v [B, Sk, Nkv, D] on the host, the same on every machine."""
+    generator = torch.Generator().manual_seed(1)
+    rows_q, rows_k = case.rows
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if case.strided:
+        packed = draw(case.batch, rows_q, 3, case.heads, case.head_dim).to(dtype)
+        q, k, v = packed.unbind(dim=2)
+        return q, k, v
+    q = draw(case.batch, rows_q, case.heads, case.head_dim) * case.magnitude
+    k = draw(case.batch, rows_k, case.kv_heads, case.head_dim) * case.magnitude
+    v = draw(case.batch, rows_k, case.kv_heads, case.head_dim)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def build_mask(case: AttentionCase, device: torch.device) -> Mask:
+    """The case's mask as the data that models hand to kernels."""
+    rows_k = case.rows[1]
+    match case.mask:
+        case "key_padding":
+            kept = torch.tensor(case.padding)[:, None]
+            return KeyPadding((torch.arange(rows_k)[None, :] < kept).to(device))
+        case "causal":
+            return Causal()
+        case "causal_with_full_spans":
+            return CausalWithFullSpans(case.spans)
+        case "segments":
+            offsets = torch.tensor([sum(case.segments[:end]) for end in range(len(case.segments) + 1)])
+            return Segments(case.segments, offsets.to(device, torch.int32))
+    return NO_MASK
+
+
+@lru_cache(maxsize=64)
+def oracle(case: AttentionCase, dtype: torch.dtype) -> Tensor:
+    """float64 attention on the host, [B, Sq, N, D]; spells the masks out again, without masks.py."""
+    q, k, v = (t.double() for t in inputs(case, dtype))
+    share, scale = case.heads // case.kv_heads, case.real_scale
+    seen = seen_keys(case)
+    out = torch.zeros_like(q)
+    for head in range(case.heads):
+        scores = q[:, :, head] @ k[:, :, head // share].transpose(1, 2) * scale  # [B, Sq, Sk]
+        scores = torch.where(seen, scores, -torch.inf)
+        peak = scores.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).min)
+        weights = (scores - peak).exp()
+        total = weights.sum(dim=-1, keepdim=True)
+        out[:, :, head] = torch.where(total > 0, weights / total, 0.0) @ v[:, :, head // share]
+    return out
+
+
+@lru_cache(maxsize=64)
+def seen_keys(case: AttentionCase) -> Tensor:
+    """bool [B, Sq, Sk], True where the query sees the key; [1, 1, 1] when all do."""
+    if case.mask == "none":
+        return torch.ones(1, 1, 1, dtype=torch.bool)
+    rows_q, rows_k = case.rows
+    return torch.tensor(
+        [[[_sees(case, b, i, j) for j in range(rows_k)] for i in range(rows_q)] for b in range(case.batch)]
+    )
+
+
+def _sees(case: AttentionCase, batch: int, row: int, key: int) -> bool:
+    at = row + case.rows[1] - case.rows[0]  # the key that stands where the query stands
+    match case.mask:
+        case "key_padding":
+            return key < case.padding[batch]
+        case "causal":
+            return key <= at
+        case "causal_with_full_spans":
+            return key <= at or any(a <= at < b and a <= key < b for a, b in case.spans)
+        case "segments":
+            ends = [sum(case.segments[: n + 1]) for n in range(len(case.segments))]
+            return [at < e for e in ends].index(True) == [key < e for e in ends].index(True)
+    return True

@@ -1,0 +1,167 @@
+"""Which kernel serves each seam and format, and why the others do not.
+
+Pure: kernels answer from data alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from portable_dit.capabilities import Capabilities, Kernel, KernelLists, LinearRequest, Request
+from portable_dit.errors import near
+from portable_dit.models.spec import COMPONENTS, ModelSpec, Numbers, Workload, matches
+
+PLAIN = "plain"  # the body in ops.py
+UNKNOWN = "unknown"  # the backend is not installed here, so its kernels cannot be asked
+VAE_ROWS = 4096  # rows of a full batch of VAE tiles
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a kernel does not serve an op of a component: a code for programs, a sentence for people."""
+
+    component: str
+    op: str
+    kernel: str
+    code: str
+    detail: str
+
+
+@dataclass
+class Choices:
+    """What was found so far. chosen: component -> op -> kernel id. problems: wishes that no kernel meets."""
+
+    chosen: dict[str, dict[str, str]] = field(default_factory=lambda: {name: {} for name in COMPONENTS})
+    refusals: list[Refusal] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def pick(
+        self,
+        component: str,
+        op: str,
+        kernels: Sequence[Kernel],
+        requests: Sequence[Request],
+        capabilities: Capabilities,
+        *,
+        approximate: bool = False,
+    ) -> str | None:
+        """The first kernel that takes all requests; approximate ones only if allowed. Notes all refusals."""
+        first = None
+        for kernel in kernels:
+            rejects = (kernel.check(request, capabilities) for request in requests)
+            reject = next((r for r in rejects if r is not None), None)
+            if reject is not None:
+                self.refusals.append(Refusal(component, op, kernel.id, reject.code, reject.detail))
+            elif not kernel.exact and not approximate:
+                why = "quantises inside and so changes the picture; it runs only when the recipe names it"
+                self.refusals.append(Refusal(component, op, kernel.id, "approximate", why))
+            elif first is None:
+                first = kernel.id
+        return first
+
+
+def choose_kernels(
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    kernels: KernelLists | None,
+    workload: Workload,
+    *,
+    numbers: Mapping[str, Numbers],
+    attention: str,
+) -> Choices:
+    """Kernels for every seam and format.
+
+    kernels: None when the backend is not installed. attention: a wish, or auto.
+    """
+    found = Choices()
+    for component in COMPONENTS:
+        if kernels is None:
+            found.chosen[component]["attention"] = UNKNOWN
+            continue
+        wish = attention if component == "dit" else "auto"
+        dtype = numbers[component].dtype
+        requests = [r for name, r in spec.attention_requests(workload, dtype) if name == component]
+        found.chosen[component]["attention"] = _attention(
+            found, component, kernels.attention, requests, capabilities, wish=wish
+        )
+    if kernels is not None:
+        fusions = spec.fusion_requests(numbers["dit"].dtype)
+        for op in dict.fromkeys(request.op for request in fusions):
+            alike = [request for request in fusions if request.op == op]
+            picked = found.pick("dit", op, kernels.fused.get(op, ()), alike, capabilities)
+            found.chosen["dit"][op] = picked or PLAIN
+    for component, held in numbers.items():
+        if held.format is not None:
+            _linear(found, spec, capabilities, kernels, workload, component=component, held=held)
+    return found
+
+
+def _attention(
+    found: Choices,
+    component: str,
+    kernels: Sequence[Kernel],
+    requests: Sequence[Request],
+    capabilities: Capabilities,
+    *,
+    wish: str,
+) -> str:
+    if wish in ("auto", PLAIN):
+        picked = found.pick(component, "attention", kernels, requests, capabilities)
+        return PLAIN if wish == PLAIN or picked is None else picked
+    named = [kernel for kernel in kernels if kernel.id == wish]
+    if not named:
+        known = ["auto", PLAIN, *(kernel.id for kernel in kernels)]
+        found.problems.append(
+            f"attention={wish}: backend {capabilities.device.backend} has no such kernel.{near(wish, known)}"
+        )
+        return PLAIN
+    picked = found.pick(component, "attention", named, requests, capabilities, approximate=True)
+    if picked is None:
+        why = found.refusals[-1].detail
+        found.problems.append(
+            f"attention={wish}: this kernel does not serve the {component}: {why}. Say auto, or name another."
+        )
+    return picked or PLAIN
+
+
+def _linear(
+    found: Choices,
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    kernels: KernelLists | None,
+    workload: Workload,
+    *,
+    component: str,
+    held: Numbers,
+) -> None:
+    """A kernel for the component's quantised layers, or the problem that there is none."""
+    assert held.format is not None
+    op, wish = f"linear:{held.format}", f"quantization.{component}={held.format}"
+    rows = {"dit": spec.rows(workload), "text_encoder": workload.prompt_tokens, "vae": VAE_ROWS}[component]
+    groups = [g for g in spec.linears if g.component == component]
+    requests = [
+        LinearRequest(held.format, held.dtype, rows, g.in_features, g.out_features)
+        for g in groups
+        if not all(matches(name, held.keep) for name in g.names())
+    ]
+    if not requests:
+        found.problems.append(
+            f"{wish}: reaches no layer of the {component}; quantization.keep holds all {len(groups)} kinds. "
+            "Narrow keep, or drop the format."
+        )
+        return
+    if kernels is None:
+        found.chosen[component][op] = UNKNOWN
+        return
+    listed = kernels.linear.get(held.format, ())
+    picked = found.pick(component, op, listed, requests, capabilities, approximate=True)
+    if picked is not None:
+        found.chosen[component][op] = picked
+        return
+    refused = [r for r in found.refusals if r.component == component and r.op == op]
+    why = "; ".join(f"{r.kernel}: {r.detail}" for r in refused) or "it has no kernel for that format"
+    known = ", ".join(sorted(name for name, some in kernels.linear.items() if some)) or "none"
+    found.problems.append(
+        f"{wish}: backend {capabilities.device.backend} cannot serve it ({why}). Formats it has: {known}."
+    )

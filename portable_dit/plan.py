@@ -1,0 +1,266 @@
+"""Plan: what a recipe means for one model on one machine, decided before a byte is loaded.
+
+    plan = make_plan(recipe, spec, capabilities, backend.kernel_lists())
+
+Pure and torch-free, so plans can be made for machines that are elsewhere. A wish is met, refused (all
+refusals in one RecipeError), or changed with a note; `strict` refuses what would be changed. A plan that
+does not fit the memory is still a plan: `fits` says so and `verdict` names a way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from portable_dit.capabilities import Capabilities, KernelLists
+from portable_dit.errors import RecipeError
+from portable_dit.footprint import Footprint, Offload, measure_footprint
+from portable_dit.kernel_choice import PLAIN, Choices, Refusal, choose_kernels
+from portable_dit.layout import Layout, layout_problems
+from portable_dit.models.spec import COMPONENTS, ModelSpec, Numbers, Workload
+from portable_dit.recipe import Recipe
+from portable_dit.recipe_rules import (
+    Findings,
+    Note,
+    check_device,
+    check_keep,
+    check_offload,
+    check_sampling,
+    check_workload,
+    choose_dtypes,
+    choose_graphs,
+)
+
+GIB = 2**30
+# What to try when a plan does not fit, one on top of the other: what costs the least time comes first.
+SAVINGS = (
+    ("text_encoder", "component"),
+    ("vae", "component"),
+    ("dit", "component"),
+    ("dit", "layerwise"),
+    ("text_encoder", "layerwise"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions. Mappings are by component: text_encoder, dit, vae.
+
+    dtype: activation type. formats: format of the quantised linears, None where there are none. only: globs
+    of the layers that may be quantised; keep: those of them that stay. graphs: whether calls of the DiT and
+    the VAE are captured. refusals: every kernel that does not serve, and why. bytes: weights, activations,
+    stages, peak, host. values, provenance: every key of the recipe and where its value came from.
+    """
+
+    model: str
+    backend: str
+    device: str
+    digest: str
+    dtype: Mapping[str, str]
+    formats: Mapping[str, str | None]
+    only: Mapping[str, tuple[str, ...]]
+    keep: tuple[str, ...]
+    kernels: Mapping[str, Mapping[str, str]]
+    graphs: Mapping[str, bool]
+    offload: Offload
+    layout: Layout
+    steps: int | None
+    workload: Workload
+    notes: tuple[Note, ...]
+    refusals: tuple[Refusal, ...]
+    bytes: Footprint
+    verdict: str
+    values: Mapping[str, Any]
+    provenance: Mapping[str, str]
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes.fits
+
+    def choices(self, component: str) -> Mapping[str, str]:
+        """Seam op -> kernel id, "plain" for the body in ops.py; "linear:<format>" for quantised linears."""
+        return self.kernels[component]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole plan as JSON-able data."""
+        data: dict[str, Any] = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        data["bytes"] |= {"peak_stage": self.bytes.peak_stage, "fits": self.fits}
+        values, provenance = data.pop("values"), data.pop("provenance")
+        return data | {"recipe": {k: {"value": values[k], "from": provenance[k]} for k in values}}
+
+
+def default_workload(spec: ModelSpec) -> Workload:
+    """One picture of the model's default size, without references."""
+    width, height = spec.sizes.default
+    return Workload(width, height, spec.prompt_tokens)
+
+
+def make_plan(
+    recipe: Recipe,
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    kernels: KernelLists | None,
+    workload: Workload | None = None,
+    *,
+    strict: bool = False,
+) -> Plan:
+    """The plan for a recipe, or RecipeError with everything that is wrong with it.
+
+    kernels: None when the machine's backend is not installed here; the plan then says so instead of naming
+    kernels. workload: None plans for one picture of the model's default size.
+    """
+    workload = workload or default_workload(spec)
+    found = Findings(notes=[Note("model", note) for note in spec.notes])
+    layout = _layout(recipe, spec, capabilities, found)
+    check_sampling(recipe, spec, found)
+    dtype = choose_dtypes(recipe, spec, capabilities, found)
+    offload = check_offload(recipe, spec, capabilities, found)
+    graphs = choose_graphs(recipe, offload, capabilities, found)
+    check_workload(workload, spec, found)
+    numbers = _numbers(recipe, spec, dtype, found)
+    attention = recipe.attention
+    choices = choose_kernels(spec, capabilities, kernels, workload, numbers=numbers, attention=attention)
+    found.problems += choices.problems
+    found.notes += _kernel_notes(choices, numbers, capabilities, installed=kernels is not None)
+    _refuse_problems(recipe, capabilities, found, strict=strict)
+    measure = partial(
+        measure_footprint,
+        spec,
+        capabilities,
+        workload,
+        numbers=numbers,
+        device_limit=round((recipe.device.memory_gib or 0) * GIB),
+        extra_activations=_scores(spec, workload, choices, dtype),
+    )
+    size = measure(offload=offload)
+    return Plan(
+        model=spec.id,
+        backend=capabilities.device.backend,
+        device=capabilities.device.name,
+        digest=recipe.digest,
+        dtype=MappingProxyType(dtype),
+        formats=MappingProxyType({name: held.format for name, held in numbers.items()}),
+        only=_patterns(spec),
+        keep=numbers["dit"].keep,
+        kernels=MappingProxyType({name: MappingProxyType(ids) for name, ids in choices.chosen.items()}),
+        graphs=MappingProxyType(graphs),
+        offload=offload,
+        layout=layout,
+        steps=recipe.sampling.steps or next(iter(spec.steps), None),
+        workload=workload,
+        notes=tuple(found.notes),
+        refusals=tuple(choices.refusals),
+        bytes=size,
+        verdict=_verdict(size, lambda other: measure(offload=other), offload),
+        values=MappingProxyType(recipe.values()),
+        provenance=recipe.provenance,
+    )
+
+
+def _layout(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings) -> Layout:
+    layout = Layout(**recipe.layout.model_dump())
+    check_device(recipe, capabilities, layout, found)
+    found.problems += layout_problems(layout, spec, devices=recipe.device.count)
+    return layout
+
+
+def _numbers(
+    recipe: Recipe, spec: ModelSpec, dtype: Mapping[str, str], found: Findings
+) -> dict[str, Numbers]:
+    wish = recipe.quantization
+    if wish.keep is not None:
+        check_keep(wish.keep, spec, found)
+    keep = spec.keep if wish.keep is None else wish.keep
+    return {name: Numbers(dtype[name], getattr(wish, name), keep) for name in COMPONENTS}
+
+
+def _patterns(spec: ModelSpec) -> Mapping[str, tuple[str, ...]]:
+    """Globs of the layers that may be quantised, by component."""
+    return MappingProxyType(
+        {name: tuple(g.pattern for g in spec.linears if g.component == name) for name in COMPONENTS}
+    )
+
+
+def _kernel_notes(
+    choices: Choices, numbers: Mapping[str, Numbers], capabilities: Capabilities, *, installed: bool
+) -> list[Note]:
+    backend, device = capabilities.device.backend, capabilities.device.name
+    if not installed:
+        text = f"backend {backend} is not installed here, so its kernels cannot be named"
+        return [Note("kernels_unknown", text)]
+    notes = []
+    for name, held in numbers.items():
+        if choices.chosen[name]["attention"] == PLAIN:
+            text = f"attention of the {name} runs in plain torch, which holds all scores at once"
+            notes.append(Note("plain_attention", text))
+        weight_only = held.format is not None and held.format.endswith("_weight_only")
+        if held.format and not weight_only and held.format not in capabilities.native_formats:
+            text = (
+                f"quantization.{name}={held.format}: {device} has no matrix unit for it, "
+                "so it saves memory but no time"
+            )
+            notes.append(Note("not_native", text, changed=True))
+    return notes
+
+
+def _scores(
+    spec: ModelSpec, workload: Workload, choices: Choices, dtype: Mapping[str, str]
+) -> dict[str, int]:
+    """Bytes of the attention scores, twice in float32, where the plain body holds them all."""
+    extra: dict[str, int] = {}
+    for name in COMPONENTS:
+        if choices.chosen[name]["attention"] == PLAIN:
+            requests = spec.attention_requests(workload, dtype[name])
+            extra[name] = max(8 * r.num_heads * r.rows**2 for owner, r in requests if owner == name)
+    return extra
+
+
+def _verdict(size: Footprint, measure: Callable[[Offload], Footprint], offload: Offload) -> str:
+    """One sentence for people: whether it fits, by how much, and if not, what would."""
+    where = "memory" if size.shared else "device memory"
+    need = f"{_gib(size.peak)} of {_gib(size.device_limit)} {where} at the peak ({size.peak_stage})"
+    if size.fits:
+        return f"fits: {need}"
+    if not size.fits_host:
+        need += f", {_gib(size.host)} of {_gib(size.host_limit)} host memory"
+    if size.shared:
+        return f"does not fit: {need}. A smaller size or a machine with more memory is needed."
+    order = ("none", "component", "layerwise")
+    for name, placement in SAVINGS:
+        if order.index(offload.of(name)) < order.index(placement):
+            change: dict[str, Any] = {name: placement}
+            offload = replace(offload, **change)
+            if measure(offload).fits:
+                moved = (n for n in COMPONENTS if offload.of(n) != "none")
+                keys = " ".join(f"offload.{n}={offload.of(n)}" for n in moved)
+                return f"does not fit: {need}. It would with {keys}."
+    return f"does not fit: {need}, nor would it with everything offloaded. Try a format of 8 bits."
+
+
+def _refuse_problems(recipe: Recipe, capabilities: Capabilities, found: Findings, *, strict: bool) -> None:
+    """Raises RecipeError when there are problems, or with `strict` changed wishes."""
+    problems = list(found.problems)
+    if strict:
+        problems += [f"strict: {note.text}" for note in found.notes if note.changed]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        title = f"recipe for {recipe.model} on {capabilities.device.name}: {count}"
+        raise RecipeError("\n".join([title, *(f"  {problem}" for problem in problems)]))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _plain(value: Any) -> Any:
+    """Frozen data as JSON-able data."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    return value

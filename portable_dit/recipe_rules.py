@@ -1,0 +1,178 @@
+"""The rules that a recipe must keep on one machine for one model, and the choices it leaves open.
+
+Each function adds what it finds to `Findings`: problems refuse the recipe, notes go into the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from portable_dit.capabilities import Capabilities
+from portable_dit.errors import near
+from portable_dit.footprint import Offload
+from portable_dit.layout import Layout
+from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload, matches
+from portable_dit.recipe import Recipe
+from portable_dit.request import size_problem
+
+EXECUTORS = ("inline",)  # what can run a plan now; the others start one process per device
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something a person should know. changed: a wish is met in another way than it was written."""
+
+    code: str
+    text: str
+    changed: bool = False
+
+
+@dataclass
+class Findings:
+    """What the rules found so far."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def note(self, code: str, text: str, *, changed: bool = False) -> None:
+        self.notes.append(Note(code, text, changed))
+
+
+def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, found: Findings) -> None:
+    """The backend is the machine's, there are enough devices, and something can start on all of them."""
+    asked, device = recipe.device, capabilities.device
+    if asked.backend not in (None, "auto", device.backend):
+        found.problems.append(
+            f"device.backend={asked.backend}: {device.name} belongs to backend {device.backend}. "
+            f"Say device.backend={device.backend}, or leave it out."
+        )
+    if asked.count > capabilities.count:
+        found.problems.append(
+            f"device.count={asked.count}: this machine has {capabilities.count} x {device.name}. "
+            f"Say device.count={capabilities.count} or less."
+        )
+    if recipe.executor not in EXECUTORS:
+        found.problems.append(
+            f"executor={recipe.executor}: cannot start in this version, which runs on one device. "
+            f"Say executor={EXECUTORS[0]}."
+        )
+    elif recipe.executor == "inline" and layout.world > 1:
+        found.problems.append(
+            f"executor=inline: one process drives one device, the layout needs {layout.world}. "
+            "Say executor=mp."
+        )
+
+
+def check_workload(workload: Workload, spec: ModelSpec, found: Findings) -> None:
+    problem = size_problem(workload.width, workload.height, spec.sizes)
+    found.problems += [problem] if problem else []
+    references = len(workload.reference_sizes)
+    if references > spec.max_references:
+        found.problems.append(
+            f"references: {references} were given and {spec.id} takes at most {spec.max_references}."
+        )
+    if workload.images < 1:
+        found.problems.append(f"images={workload.images}: must be at least 1.")
+
+
+def check_sampling(recipe: Recipe, spec: ModelSpec, found: Findings) -> None:
+    steps, guidance = recipe.sampling.steps, recipe.sampling.guidance_scale
+    if steps is not None and spec.steps and steps not in spec.steps:
+        allowed = " or ".join(str(n) for n in spec.steps)
+        found.problems.append(
+            f"sampling.steps={steps}: {spec.id} was trained for {allowed} steps. "
+            f"Say {allowed}, or leave it out."
+        )
+    if guidance not in (None, 1.0) and not spec.has_guidance:
+        found.problems.append(
+            f"sampling.guidance_scale={guidance:g}: {spec.id} is distilled and has no guidance. Leave it out."
+        )
+
+
+def choose_dtypes(
+    recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings
+) -> dict[str, str]:
+    """The activation type of each component."""
+    asked, device = recipe.precision, capabilities.device.name
+    usable = [name for name in spec.dtypes if name in capabilities.dtypes]
+    if asked == "auto":
+        dtype = "bfloat16" if "bfloat16" in usable else "float32"
+        reason = "computes in it" if dtype == "bfloat16" else "does not compute in bfloat16"
+        found.note("precision", f"precision auto is {dtype}: {device} {reason}")
+    elif asked in usable:
+        dtype = asked
+    else:
+        dtype = "float32"
+        owner = spec.id if asked not in spec.dtypes else device
+        rule = "does not keep its pictures in" if owner == spec.id else "does not compute in"
+        found.problems.append(
+            f"precision={asked}: {owner} {rule} {asked}. Say auto, or {' or '.join(usable)}."
+        )
+    full = [name for name in spec.float32_components if dtype != "float32"]
+    if full:
+        found.note("precision", f"{', '.join(full)} stays in float32, as its checkpoint is")
+    return {name: "float32" if name in spec.float32_components else dtype for name in COMPONENTS}
+
+
+def check_keep(keep: Sequence[str], spec: ModelSpec, found: Findings) -> None:
+    """A glob that matches nothing is a misspelt name, and the layer it meant would be quantised."""
+    names = [name for group in spec.linears for name in group.names()]
+    known = sorted({group.pattern.split(".")[0] for group in spec.linears})
+    for glob in keep:
+        if not any(matches(name, (glob,)) for name in names):
+            found.problems.append(
+                f"quantization.keep: {glob!r} matches no linear layer of {spec.id}.{near(glob, known)}"
+            )
+
+
+def check_offload(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings) -> Offload:
+    offload = Offload(**recipe.offload.model_dump())
+    resident = offload.resident_blocks
+    if offload.vae == "layerwise":
+        found.problems.append("offload.vae=layerwise: the VAE has no blocks to bring in turn. Say component.")
+    if resident and offload.dit != "layerwise":
+        found.problems.append(
+            f"offload.resident_blocks={resident}: only offload.dit=layerwise has blocks that stay. "
+            "Leave it out."
+        )
+    elif resident >= spec.num_blocks and offload.dit == "layerwise":
+        found.problems.append(
+            f"offload.resident_blocks={resident}: the DiT has {spec.num_blocks} blocks, so none would move. "
+            f"Say less than {spec.num_blocks}, or offload.dit=none."
+        )
+    moved = [name for name in COMPONENTS if offload.of(name) != "none"]
+    if moved and capabilities.host_shares_memory:
+        where = f"{capabilities.device.name} shares the host's memory"
+        text = f"offload of {', '.join(moved)} is left out, since it would save nothing: {where}"
+        found.note("offload_shared_memory", text, changed=True)
+        return Offload()
+    if moved and not (capabilities.pinned_memory and capabilities.async_copy):
+        found.note("offload_blocking", "offload: copies cannot run beside the computation on this device")
+    return offload
+
+
+def choose_graphs(
+    recipe: Recipe, offload: Offload, capabilities: Capabilities, found: Findings
+) -> dict[str, bool]:
+    """Whether the calls of the DiT and of the VAE are captured.
+
+    A captured call reads fixed addresses, so what it reads must not be moved by offload.
+    """
+    limits, graphs = capabilities.graphs, {}
+    for name, asked in (("dit", recipe.graphs.dit), ("vae", recipe.graphs.vae)):
+        moved = offload.of(name) != "none"
+        graphs[name] = limits.supported and not moved and (limits.default_on if asked == "auto" else asked)
+        if asked is True and not limits.supported:
+            found.problems.append(
+                f"graphs.{name}=true: backend {capabilities.device.backend} captures no graphs on "
+                f"{capabilities.device.name}. Say auto or false."
+            )
+        elif asked is True and moved:
+            found.problems.append(
+                f"graphs.{name}=true: captured graphs need weights that stay where they are, and "
+                f"offload.{name} is {offload.of(name)}. Say offload.{name}=none, or graphs.{name}=auto."
+            )
+    if any(graphs.values()) and limits.failure_is_fatal:
+        found.note("graphs", "graphs: a failed capture ends the process on this device")
+    return graphs

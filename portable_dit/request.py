@@ -1,0 +1,312 @@
+"""Request: one wish for pictures, and its check against what a model can draw.
+
+`validate_request` fills in the model's own defaults, reads the references, and reports all problems at once,
+each with the value that was given, the rule and the nearest value that would do. Nothing is loaded before it
+has passed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from portable_dit.errors import ImageError, RequestError, near
+from portable_dit.image import FORMATS, Pixels, ReadImage, read_image, resize
+
+if TYPE_CHECKING:
+    from portable_dit.models.spec import ModelSpec, SizeRules
+
+MAX_IMAGES = 128
+MAX_SEED = 2**63 - 1
+MAX_STEPS = 1000
+MAX_GUIDANCE = 100.0
+
+ReferenceSource = str | Path | bytes | Pixels
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What to draw. None means the model's own default.
+
+    size: width, height; without one, an edit has that of its first reference, as far as the model draws it.
+    aspect_ratio: "16:9", at the model's default area; not together with size. seed: of the first image; image
+    k uses seed + k. references: paths, file bytes or uint8 RGB [H, W, 3], in the order that prompts call
+    them. format: png, jpeg or webp encodes the files while the next image is drawn; None leaves that to
+    `save`.
+    """
+
+    prompt: str
+    _: KW_ONLY
+    size: tuple[int, int] | None = None
+    aspect_ratio: str | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    seed: int = 0
+    images: int = 1
+    references: tuple[ReferenceSource, ...] = ()
+    format: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A reference as the model takes it: uint8 RGB [H, W, 3] at the model's size, and the size it had."""
+
+    name: str
+    pixels: Pixels
+    original_size: tuple[int, int]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        height, width, _ = self.pixels.shape
+        return width, height
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedRequest:
+    """A request with every default filled in and every reference read; what the engine draws from."""
+
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float | None
+    seed: int
+    images: int
+    references: tuple[Reference, ...]
+    format: str | None
+    notes: tuple[str, ...]
+
+
+def validate_request(request: Request, spec: ModelSpec) -> ResolvedRequest:
+    """The request with the model's defaults filled in. Raises RequestError that lists every problem."""
+    problems = _prompt_problems(request.prompt, spec)
+    problems += _number_problems(request, spec)
+    images, notes = _read_references(request.references, spec, problems)
+    width, height = _canvas(request, spec, images, problems, notes)
+    if problems:
+        raise RequestError(_listed(problems))
+    guidance = request.guidance_scale if spec.has_guidance else None
+    return ResolvedRequest(
+        prompt=request.prompt,
+        width=width,
+        height=height,
+        steps=request.steps or (spec.steps[0] if spec.steps else 50),
+        guidance_scale=spec.default_guidance if guidance is None else guidance,
+        seed=request.seed,
+        images=request.images,
+        references=tuple(_sized(name, pixels, spec, (width, height)) for name, pixels in images),
+        format=request.format,
+        notes=tuple(notes),
+    )
+
+
+def size_problem(width: int, height: int, rules: SizeRules) -> str | None:
+    """Why a canvas is not drawn and the nearest one that is, or None when it is legal."""
+    broken = []
+    if width < 1 or height < 1:
+        broken.append("both sides must be positive")
+    else:
+        if width % rules.multiple or height % rules.multiple:
+            broken.append(f"both sides must be multiples of {rules.multiple}")
+        if min(width, height) < rules.min_side:
+            broken.append(f"the shorter side must be at least {rules.min_side}")
+        if max(width, height) > rules.max_side:
+            broken.append(f"the longer side may be at most {rules.max_side}")
+        if width * height > rules.max_pixels:
+            broken.append(f"{width * height:,} pixels are over this model's {rules.max_pixels:,}")
+        if max(width, height) > rules.max_ratio * min(width, height):
+            broken.append(f"the sides may differ by {rules.max_ratio:g}:1 at most")
+    if not broken:
+        return None
+    nearest = rules.nearest(width, height)
+    return f"size={width}x{height}: {'; '.join(broken)}. The nearest is {nearest[0]}x{nearest[1]}."
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """ "640x512" as (640, 512). Raises RequestError."""
+    match = re.fullmatch(r"\s*(-?\d{1,9})\s*[xX×*]\s*(-?\d{1,9})\s*", text)
+    if match is None:
+        raise RequestError(f"size={text}: give width x height in pixels, as in 512x512.")
+    return int(match[1]), int(match[2])
+
+
+def parse_aspect_ratio(text: str) -> tuple[float, float]:
+    """ "16:9" as (16.0, 9.0). Raises RequestError."""
+    match = re.fullmatch(r"\s*(\d{1,6}(?:\.\d{1,6})?)\s*[:/]\s*(\d{1,6}(?:\.\d{1,6})?)\s*", str(text))
+    if match is None or float(match[1]) == 0 or float(match[2]) == 0:
+        raise RequestError(f"aspect_ratio={text}: give two positive numbers, as in 16:9.")
+    return float(match[1]), float(match[2])
+
+
+def _prompt_problems(prompt: str, spec: ModelSpec) -> list[str]:
+    if not isinstance(prompt, str):
+        return [f"prompt: text is needed, not {type(prompt).__name__}."]
+    if not prompt.strip():
+        return ["prompt: empty. Say what to draw, as in 'a red apple on a blue background'."]
+    if len(prompt) > spec.max_prompt_characters:
+        return [
+            f"prompt: {len(prompt):,} characters; {spec.id} takes at most {spec.max_prompt_characters:,}. "
+            "Shorten it."
+        ]
+    if "\0" in prompt or any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        return ["prompt: holds NUL or bytes that are not UTF-8 text. Save it as UTF-8."]
+    return []
+
+
+def _number_problems(request: Request, spec: ModelSpec) -> list[str]:
+    """Problems of steps, guidance, seed, image count and format."""
+    problems = []
+    if request.steps is not None:
+        problems += _steps_problems(request.steps, spec)
+    if request.guidance_scale is not None:
+        problems += _guidance_problems(request.guidance_scale, spec)
+    if not _whole(request.images) or not 1 <= request.images <= MAX_IMAGES:
+        problems.append(
+            f"images={request.images}: 1 to {MAX_IMAGES} in one request. Make several requests for more."
+        )
+    elif not _whole(request.seed) or not 0 <= request.seed <= MAX_SEED - request.images:
+        problems.append(f"seed={request.seed}: a whole number from 0 to 2**63 - 1 - images. Try 0.")
+    if request.format is not None and request.format not in FORMATS:
+        problems.append(
+            f"format={request.format}: not one that is written.{near(request.format, tuple(FORMATS))}"
+        )
+    return problems
+
+
+def _steps_problems(steps: int, spec: ModelSpec) -> list[str]:
+    if spec.steps and steps not in spec.steps:
+        allowed = " or ".join(str(count) for count in spec.steps)
+        return [f"steps={steps}: {spec.id} was trained for {allowed} steps. Leave it out, or say {allowed}."]
+    if not _whole(steps) or not 1 <= steps <= MAX_STEPS:
+        return [f"steps={steps}: a whole number from 1 to {MAX_STEPS}. Leave it out for the model's own."]
+    return []
+
+
+def _guidance_problems(scale: float, spec: ModelSpec) -> list[str]:
+    number = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
+    if not spec.has_guidance and not (number and scale == 1):  # a scale of 1 is no guidance
+        return [f"guidance_scale={scale}: {spec.id} is distilled and has no guidance. Leave it out."]
+    if not number or not 0 <= scale <= MAX_GUIDANCE:
+        return [
+            f"guidance_scale={scale}: a number from 0 to {MAX_GUIDANCE:g}. Leave it out for the model's own."
+        ]
+    return []
+
+
+def _read_references(
+    sources: Sequence[ReferenceSource], spec: ModelSpec, problems: list[str]
+) -> tuple[list[tuple[str, Pixels]], list[str]]:
+    """Names and pixels as they were given, and notes on what was changed; problems go to `problems`."""
+    if len(sources) > spec.max_references:
+        most = f"at most {spec.max_references}" if spec.max_references else "none"
+        problems.append(f"references: {len(sources)} were given and {spec.id} takes {most}. Leave some out.")
+        return [], []
+    images: list[tuple[str, Pixels]] = []
+    notes: list[str] = []
+    for number, source in enumerate(sources, 1):
+        name = str(source) if isinstance(source, str | Path) else f"reference {number}"
+        try:
+            image = _read_reference(source, name)
+        except ImageError as error:
+            problems.append(str(error))
+            continue
+        height, width, _ = image.pixels.shape
+        limit = spec.max_reference_ratio
+        if max(width, height) > limit * min(width, height):
+            problems.append(
+                f"{name}: {width}x{height}; its sides may differ by {limit:g}:1 at most. Crop it."
+            )
+            continue
+        notes += image.notes
+        images.append((name, image.pixels))
+    return images, notes
+
+
+def _sized(name: str, pixels: Pixels, spec: ModelSpec, canvas: tuple[int, int]) -> Reference:
+    height, width, _ = pixels.shape
+    size = spec.reference_size(width, height, canvas=canvas)
+    return Reference(name, resize(pixels, *size), (width, height))
+
+
+def _read_reference(source: ReferenceSource, name: str) -> ReadImage:
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or source.size == 0:
+            raise ImageError(
+                f"{name}: an array of {source.dtype} {list(source.shape)}; uint8 RGB [H, W, 3] is needed."
+            )
+        return ReadImage(source)
+    return read_image(Path(source) if isinstance(source, str) else source, name=name)
+
+
+def _canvas(
+    request: Request,
+    spec: ModelSpec,
+    images: Sequence[tuple[str, Pixels]],
+    problems: list[str],
+    notes: list[str],
+) -> tuple[int, int]:
+    """Width and height: as asked, by ratio, after the first reference, or the model's default."""
+    rules = spec.sizes
+    if request.size is not None and request.aspect_ratio is not None:
+        problems.append("size and aspect_ratio: both were given. Leave one out.")
+    elif request.size is not None:
+        width, height = request.size
+        if not (_whole(width) and _whole(height)):
+            problems.append(f"size={width}x{height}: whole pixels are needed, as in 512x512.")
+        elif problem := size_problem(width, height, rules):
+            problems.append(problem)
+        else:
+            return width, height
+    elif request.aspect_ratio is not None:
+        return _canvas_of_ratio(request.aspect_ratio, rules, problems)
+    elif images:
+        return _canvas_of_reference(*images[0], spec, notes)
+    return rules.default
+
+
+def _canvas_of_reference(name: str, pixels: Pixels, spec: ModelSpec, notes: list[str]) -> tuple[int, int]:
+    """What an edit of the first reference wants, or the nearest legal canvas, with a note."""
+    height, width, _ = pixels.shape
+    size = spec.edit_size(width, height)
+    nearest = spec.sizes.nearest(*size)
+    if size_problem(*size, spec.sizes):
+        notes.append(
+            f"size {nearest[0]}x{nearest[1]}: {name} would give {size[0]}x{size[1]}, which this "
+            "model does not draw. Say a size to choose another."
+        )
+    return nearest
+
+
+def _canvas_of_ratio(text: str, rules: SizeRules, problems: list[str]) -> tuple[int, int]:
+    """The legal canvas of that ratio whose area is nearest to the model's default."""
+    try:
+        across, down = parse_aspect_ratio(text)
+    except RequestError as error:
+        problems.append(str(error))
+        return rules.default
+    if max(across, down) > rules.max_ratio * min(across, down):
+        problems.append(
+            f"aspect_ratio={text}: the sides may differ by {rules.max_ratio:g}:1 at most. "
+            f"Try {rules.max_ratio:g}:1 or 1:{rules.max_ratio:g}."
+        )
+        return rules.default
+    area = rules.default[0] * rules.default[1]
+    return rules.nearest(math.sqrt(area * across / down), math.sqrt(area * down / across))
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _listed(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join(
+        [f"The request has {len(problems)} problems:", *(f"  {problem}" for problem in problems)]
+    )

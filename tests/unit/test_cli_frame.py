@@ -1,0 +1,267 @@
+"""The command line's frame: quick help, messages and exit codes; plans and recipes through the front door."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from mini_configs import write_configs
+from typer.testing import CliRunner
+
+import portable_dit
+from portable_dit.cli import app
+from portable_dit.cli.options import FLAGS
+from portable_dit.errors import DeviceMemoryError, DoesNotFitError, OutputError
+from portable_dit.recipe import Recipe
+
+MACHINES = Path(__file__).parents[1] / "data" / "machines"
+COMMANDS = ("run", "plan", "bench", "doctor", "backends", "recipes", "weights", "inspect")
+
+
+def call(*words: object):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def in_a_process(*words: str, code: str = "from portable_dit.cli import main; main()", **more):
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> str:
+    """A flag for a folder with the built-in model's configs."""
+    return f"weights={write_configs(tmp_path_factory.mktemp('mini'))}"
+
+
+def test_help_names_every_command_and_loads_nothing_heavy():
+    code = """
+import sys
+from portable_dit.cli import main
+try:
+    main()
+finally:
+    print(sorted({"torch", "numpy", "pydantic", "rich", "PIL", "yaml"} & set(sys.modules)), file=sys.stderr)
+"""
+    done = in_a_process("--help", code=code)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
+    done = call(command, "--help")
+    assert done.exit_code == 0
+    assert "Usage:" in done.stdout
+
+
+def test_the_version_is_the_packages():
+    done = call("--version")
+    assert done.stdout == f"portable-dit {portable_dit.__version__}\n"
+
+
+def test_a_wrong_flag_is_a_usage_error():
+    assert call("plan", "--no-such-flag").exit_code == 2
+    assert call("no-such-command").exit_code == 2
+
+
+def test_an_error_is_one_message_on_stderr_and_an_exit_code():
+    done = call("plan", "--recipe", "cpu/h3-mni")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: recipe cpu/h3-mni: ")
+    assert "Did you mean 'cpu/h3-mini'?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback():
+    done = in_a_process("--debug", "recipes", "show", "--recipe", "nowhere")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    done = in_a_process(
+        "recipes", "show", "--recipe", "nowhere", env={**os.environ, "PORTABLE_DIT_DEBUG": "1"}
+    )
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OutputError("disk full"), 2, "error: disk full"),
+        (DoesNotFitError("too large"), 3, "error: too large"),
+        (DeviceMemoryError("out of memory"), 1, "error: out of memory"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_what_goes_wrong_in_a_command_becomes_its_exit_code(error, code, said):
+    program = f"""
+from portable_dit.cli import Commands, options
+from portable_dit.errors import *
+import typer
+app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
+app.callback()(options)
+@app.command()
+def fail() -> None:
+    raise {type(error).__name__}({str(error)!r})
+app()
+"""
+    done = in_a_process("fail", code=program)
+    assert done.returncode == code
+    assert done.stderr.strip() == said
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "portable_dit", "recipes", "schema"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == b""
+
+
+def test_every_flag_sets_keys_that_a_recipe_has():
+    known = Recipe(model="x").values()
+    for flag in FLAGS:
+        assert set(flag.keys) <= set(known), flag.names
+
+
+def test_named_flags_and_set_reach_the_recipe_and_are_named_as_its_origin():
+    done = call(
+        "recipes", "show", "--json", "--set", "sampling.steps=6", "--usp", 4, "--tensor-parallel-size", 2,
+        "--cfg-parallel-size", 1, "--quantization", "fp8_row", "--enforce-eager", "--backend", "cpu",
+        "--attention-backend", "plain", "--enable-layerwise-offload",
+        "--vae-patch-parallel-size", 3, "--text-encoder-tp-size", 5,
+        "--distributed-executor-backend", "mp", "--precision", "float32", "--ring-degree", 6,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    keys = json.loads(done.stdout)["recipe"]
+    wanted = {
+        "sampling.steps": 6, "layout.ulysses": 4, "layout.tensor": 2, "layout.guidance": 1,
+        "quantization.dit": "fp8_row", "graphs.dit": False, "graphs.vae": False, "attention": "plain",
+        "offload.dit": "layerwise", "layout.vae_tiles": 3, "layout.text_encoder_tensor": 5, "executor": "mp",
+        "precision": "float32", "layout.ring": 6, "device.backend": "cpu",
+    }  # fmt: skip
+    for key, value in wanted.items():
+        assert keys[key] == {"value": value, "from": "flag"}, key
+    assert keys["model"]["from"] == "recipe"
+    assert keys["layout.data"] == {"value": 1, "from": "default"}
+
+
+def test_settings_that_cannot_be_read_or_contradict_are_all_told():
+    done = call(
+        "recipes", "show", "--set", "steps", "--set", "a..b=1", "--set", "attention=[", "--usp", 4,
+        "--set", "layout.ulysses=2", "--set", "layout.ring=1",
+    )  # fmt: skip
+    assert done.exit_code == 2
+    assert "--set steps: say KEY=VALUE" in done.stderr
+    assert "--set a..b=1: say KEY=VALUE" in done.stderr
+    assert "--set attention=[: this is not YAML" in done.stderr
+    assert "--set layout.ulysses=2: layout.ulysses was already given as 4" in done.stderr
+    assert "layout.ring" not in done.stderr
+
+
+def test_a_plan_for_a_machine_that_is_elsewhere(weights):
+    on = ("--set", weights, "--set", "device.backend=null", "--machine")
+    done = call("plan", *on, MACHINES / "h200.json", "--size", "256x384")
+    assert done.exit_code == 0, done.stderr
+    assert "h3-mini on NVIDIA H200 (cuda), 256x384" in done.stdout
+    assert "\nfits: " in done.stdout
+    words = " ".join(done.stdout.split())
+    assert "device.backend None" not in words
+    assert "model h3-mini recipe" in words
+    assert "layout.* 1 default" in words
+    assert "dit attention unknown" in words or "backend cuda is not installed" not in words
+
+
+def test_a_plan_that_does_not_fit_has_its_own_exit_code(weights):
+    done = call(
+        "plan", "--set", weights, "--set", "device={}", "--set", "device.memory_gib=0.2", "--json",
+        "--machine", MACHINES / "cpu-bf16.json",
+    )  # fmt: skip
+    assert done.exit_code == 3, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["bytes"]["fits"] is False
+    assert plan["verdict"].startswith("does not fit: ")
+
+
+def test_a_plan_for_this_machine_names_its_kernels(weights):
+    done = call("plan", "--set", weights, "--json")
+    assert done.exit_code == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["backend"] == "cpu"
+    assert plan["kernels"]["dit"]["attention"] not in ("plain", "unknown")
+
+
+def test_references_make_a_plan_larger(weights):
+    plans = [json.loads(call("plan", "--set", weights, "--json", "--image-count", n).stdout) for n in (0, 3)]
+    assert plans[1]["bytes"]["peak"] > plans[0]["bytes"]["peak"]
+    assert plans[1]["workload"]["reference_sizes"] == [[512, 512]] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--size", "big"), "512x512"),
+        (("--size", "0x512"), "size=0x512"),
+        (("--size", "512x520"), "multiples of 32"),
+        (("--image-count", 4), "takes at most 3"),
+        (("--machine", "/nowhere.json"), "/nowhere.json"),
+        (("--machine", MACHINES / "h200.json"), "device.backend=cpu: NVIDIA H200 belongs to backend cuda"),
+        (("--tensor-parallel-size", 2), "layout.tensor=2"),
+        (("--backend", "abacus"), "abacus"),
+        (("--precision", "int4"), "'int4' is not one of"),
+        (("--set", "model=h3-min"), "Did you mean 'h3-mini'?"),
+        (("--set", "weights=/nowhere"), "no such folder"),
+        (("--set", "model=h3-image", "--set", "weights=builtin"), "ships weights for h3-mini"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(weights, words, said):
+    given = () if any("weights=" in str(word) for word in words) else ("--set", weights)
+    done = call("plan", *given, *words)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_recipes_are_listed_with_what_they_are_for():
+    done = call("recipes", "list")
+    assert "cpu/h3-mini" in done.stdout
+    listed = json.loads(call("recipes", "list", "--json").stdout)
+    assert {"name": "cpu/h3-mini", "model": "h3-mini"}.items() <= listed[0].items()
+
+
+def test_validate_tells_right_from_wrong(tmp_path, weights):
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(f"model: h3-mini\n{weights.replace('=', ': ')}\n")
+    bad.write_text("model: h3-mini\nlayuot: {}\n")
+    done = call("recipes", "validate", good)
+    assert (done.exit_code, done.stdout) == (0, f"{good}: right\n")
+    done = call("recipes", "validate", good, bad, "nowhere")
+    assert done.exit_code == 2
+    assert done.stdout == f"{good}: right\n"
+    assert "line 2: layuot: unknown key. Did you mean 'layout'?" in done.stderr
+    assert "recipe nowhere: neither a file" in done.stderr
+
+
+def test_the_schema_that_is_printed_is_json():
+    assert json.loads(call("recipes", "schema").stdout)["title"] == "portable-dit recipe"
+
+
+def test_python_m_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "portable_dit", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("portable-dit ")
+    assert isinstance(app, typer.Typer)

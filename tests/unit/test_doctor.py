@@ -1,0 +1,139 @@
+"""The doctor, through its front door."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from portable_dit.doctor import Check, Report, examine, unmet_requirements
+
+BROKEN_KERNELS = """
+from portable_dit.backend import AttentionKernel, Backend
+from portable_dit.capabilities import Device
+from portable_dit.hooks import hookimpl
+
+class Wrong(AttentionKernel):
+    id = "wrong"
+    def run(self, q, k, v, mask, *, scale):
+        return super().run(q, k, v, mask, scale=1.0)
+
+class Sick(Backend):
+    id = "sick"
+    api_version = 1
+    def devices(self):
+        return [Device("sick", 0, "cpu", "sick card", "x", 1)]
+    def attention_kernels(self):
+        return [Wrong()]
+
+@hookimpl
+def portable_dit_backends():
+    return [Sick()]
+"""
+
+
+def doctor(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    paths = [str(p) for p in (path, *sys.path) if p]
+    return subprocess.run(
+        [sys.executable, "-c", "from portable_dit.cli import main; main()", "doctor", *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def install(folder: Path, name: str, source: str, requires: str = "") -> None:
+    (folder / f"pdit_doctor_{name}.py").write_text(source)
+    info = folder / f"pdit_doctor_{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: pdit-doctor-{name}\nVersion: 1.0\n{requires}"
+    )
+    (info / "entry_points.txt").write_text(f"[portable_dit.backends]\n{name} = pdit_doctor_{name}\n")
+
+
+def test_a_healthy_machine_has_numbers_for_every_kernel_and_exit_code_zero() -> None:
+    run = doctor("--json", "--backend", "cpu")
+    report = json.loads(run.stdout)
+    assert run.returncode == 0, report
+    assert report["ok"]
+    names = {check["name"] for check in report["checks"]}
+    assert {"python", "torch", "memory", "processor", "requirements", "recipes", "plugin cpu"} <= names
+    by_op: dict[str, list[dict[str, object]]] = {}
+    for probe in report["probes"]:
+        by_op.setdefault(probe["op"], []).append(probe)
+    for op in ("attention", "linear:int8_row", "linear:mxfp8", "linear:fp8_row", "norm_modulate", "swiglu"):
+        measured = [probe for probe in by_op[op] if probe["status"] == "pass"]
+        assert measured, op
+        assert all(0 <= p["error"] <= p["tolerance"] and p["seconds"] > 0 for p in measured)  # type: ignore[operator]
+
+
+def test_a_wrong_kernel_that_would_be_used_is_a_problem_with_advice(tmp_path: Path) -> None:
+    install(tmp_path, "sick", BROKEN_KERNELS)
+    run = doctor("--json", path=tmp_path)
+    report = json.loads(run.stdout)
+    assert run.returncode == 1
+    problem = next(check for check in report["checks"] if check["status"] == "problem")
+    assert problem["name"] == "kernel attention wrong"
+    assert "error" in problem["detail"]
+    assert problem["advice"]
+
+
+def test_a_broken_plugin_is_a_warning_until_it_is_asked_for(tmp_path: Path) -> None:
+    install(tmp_path, "sick", "import no_such_driver_library")
+    run = doctor("--backend", "sick", path=tmp_path)
+    assert run.returncode == 1
+    assert "warning  plugin sick: pdit-doctor-sick 1.0: ModuleNotFoundError" in run.stdout
+    assert "problem  backend: backend 'sick' was asked for" in run.stdout
+    assert "no_such_driver_library" in run.stdout
+
+
+def test_an_unmet_requirement_of_a_plugin_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requires = (
+        "Requires-Dist: numpy<1.0\nRequires-Dist: no-such-distribution-here>=2\nRequires-Dist: pluggy>=1\n"
+        "Requires-Dist: also-missing; extra == 'more'\n"
+    )
+    install(tmp_path, "needy", "", requires)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    unmet = unmet_requirements("pdit-doctor-needy")
+    assert len(unmet) == 2
+    assert "numpy<1.0, and" in unmet[0]
+    assert "no-such-distribution-here>=2, which is not installed" in unmet[1]
+    found = next(check for check in examine(backend="none-such").checks if check.name == "requirements")
+    assert found.status == "problem"
+    assert "no-such-distribution-here" in found.detail
+
+
+def test_torch_that_cannot_be_imported_is_explained_not_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise RuntimeError('Failed to load the backend extension: some_device')"
+    )
+    run = doctor(path=tmp_path)
+    assert run.returncode == 1
+    assert "problem  torch: cannot be imported: RuntimeError: Failed to load the backend" in run.stdout
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in run.stdout
+    assert "Traceback" not in run.stderr
+
+
+def test_a_recipe_that_cannot_work_is_a_problem(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: h3-mini\ndevice: {backend: no-such-backend}\n")
+    run = doctor("--recipe", str(recipe))
+    assert run.returncode == 1
+    assert "problem  backend: backend 'no-such-backend' is not installed" in run.stdout
+    recipe.write_text("model: h3-mini\nprecison: float32\n")
+    run = doctor("--recipe", str(recipe), "--backend", "no-such-backend")
+    assert run.returncode == 1
+    assert "Did you mean 'precision'" in run.stdout
+
+
+def test_only_a_problem_makes_the_report_bad() -> None:
+    assert Report((Check("a", "ok", ""), Check("b", "warning", ""))).ok
+    assert not Report((Check("a", "ok", ""), Check("b", "problem", ""))).ok

@@ -1,0 +1,112 @@
+"""Captured calls: one graph for each shape, the same picture as without, no silence when a capture fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from apart_device import PLUGIN
+
+from portable_dit import Engine, Request
+from portable_dit.errors import BackendError
+
+ALWAYS = "GraphLimits(supported=True, default_on=True)"
+
+
+@pytest.fixture
+def apart(shelf, tiny_recipe):
+    """Loads the tiny model on the device apart: apart(arguments of its backend, overrides)."""
+
+    def load(arguments, overrides=None, **wishes):
+        shelf.install(
+            "apart",
+            "from portable_dit.capabilities import GraphLimits" + PLUGIN.format(arguments=arguments),
+        )
+        return Engine.load(tiny_recipe, {"device.backend": "apart", **(overrides or {})}, **wishes)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def eager(tiny_recipe):
+    with Engine.load(tiny_recipe) as engine:
+        yield engine
+
+
+@pytest.fixture
+def reference():
+    return np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+
+
+def test_a_replayed_picture_is_the_eager_one_to_the_bit(apart, eager, reference):
+    requests = (
+        Request("a red apple", images=2),
+        Request("a green apple", seed=9),
+        Request("make it green", references=(reference,)),
+        Request("make it blue", references=(255 - reference,)),
+        Request("a red apple", size=(128, 96)),
+        Request("a green apple"),
+    )
+    with apart(ALWAYS) as graphed:
+        for request in requests:
+            for ours, theirs in zip(
+                graphed.generate(request).images, eager.generate(request).images, strict=True
+            ):
+                assert np.array_equal(ours.pixels, theirs.pixels)
+        assert graphed.generate("a red apple").changes == ()
+
+
+def test_there_is_one_graph_for_each_shape_and_it_serves_every_step_and_request(apart):
+    with apart(ALWAYS) as graphed:
+        backend = graphed.setup.backend
+        for prompt in ("a red apple", "a green apple", "the blue apple"):
+            graphed.generate(prompt)
+        assert len(backend.captured) == 2  # blocks and tiles
+        assert backend.replayed == [*([0] * 6), 1] * 3
+        graphed.generate(Request("a red apple", size=(128, 96)))
+        assert len(backend.captured) == 4
+        graphed.generate("a red apple")
+        assert len(backend.captured) == 4
+
+
+def test_no_more_graphs_are_kept_than_the_device_takes(apart, eager):
+    with apart("GraphLimits(supported=True, default_on=True, max_live=2)") as graphed:
+        for size in ((96, 64), (128, 96), (96, 64)):
+            request = Request("a red apple", size=size)
+            drawn = graphed.generate(request).images[0]
+            assert np.array_equal(drawn.pixels, eager.generate(request).images[0].pixels)
+        assert len(graphed.setup.backend.captured) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "graphs"),
+    [
+        (ALWAYS, {"graphs.dit": False}, 1),
+        (ALWAYS, {"graphs.dit": False, "graphs.vae": False}, 0),
+        ("GraphLimits(supported=True)", {}, 0),
+        ("GraphLimits(supported=True)", {"graphs.vae": True}, 1),
+        (ALWAYS, {"offload.dit": "layerwise"}, 1),
+        (ALWAYS, {"offload.dit": "component", "offload.vae": "component"}, 0),
+        ("", {}, 0),
+    ],
+)
+def test_only_what_the_plan_says_is_captured(apart, arguments, overrides, graphs):
+    with apart(arguments, overrides) as engine:
+        engine.generate("a red apple")
+        assert len(engine.setup.backend.captured) == graphs
+        assert sum(engine.plan.graphs.values()) == graphs
+
+
+def test_a_capture_that_fails_is_told_and_the_picture_drawn_eagerly(apart, eager):
+    with apart(f"{ALWAYS}, captures=False") as engine:
+        result = engine.generate("a red apple")
+        assert any("graphs.dit: the backend did not capture" in change for change in result.changes)
+        assert any("graphs.vae" in note for note in result.images[0].record["notes"])
+        assert np.array_equal(result.images[0].pixels, eager.generate("a red apple").images[0].pixels)
+
+
+def test_a_capture_that_fails_is_refused_when_strict(apart):
+    with (
+        apart(f"{ALWAYS}, captures=False", strict=True) as engine,
+        pytest.raises(BackendError, match=r"strict: graphs\.dit.*--enforce-eager"),
+    ):
+        engine.generate("a red apple")

@@ -1,0 +1,250 @@
+"""Plans: what a recipe means on a machine, every refusal with its reason, and nothing changed in silence."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mini_configs import MINI
+
+from portable_dit.capabilities import AttentionRequest, KernelLists, LinearRequest, Reject
+from portable_dit.errors import RecipeError
+from portable_dit.layout import Layout, layout_problems
+from portable_dit.machine_file import load_machine
+from portable_dit.models import read_spec
+from portable_dit.models.h3_image.spec import make_spec
+from portable_dit.models.spec import Workload
+from portable_dit.plan import make_plan
+from portable_dit.recipe import make_recipe
+
+MACHINES = Path(__file__).parents[1] / "data" / "machines"
+MINI_SPEC = make_spec("h3-mini", MINI)
+FULL_SPEC = read_spec("h3-image", "MiniMaxAI/MiniMax-H3-Image")
+NO_KERNELS = KernelLists()
+
+
+@dataclass(frozen=True)
+class TestKernel:
+    """A kernel as another package would bring it: it takes some dtypes, up to some head size or width."""
+
+    __test__ = False
+    id: str
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    largest: int = 1 << 20
+    exact: bool = True
+
+    def check(self, request, capabilities):
+        if request.dtype not in self.dtypes:
+            return Reject("dtype", f"takes {' and '.join(self.dtypes)}, not {request.dtype}")
+        size = {AttentionRequest: "head_dim", LinearRequest: "out_features"}.get(type(request), "channels")
+        if getattr(request, size) > self.largest:
+            return Reject(size, f"takes {size} up to {self.largest}, not {getattr(request, size)}")
+        return None
+
+
+def machine(name="cpu-bf16"):
+    return load_machine(MACHINES / f"{name}.json")
+
+
+def planned(values=None, *, spec=MINI_SPEC, on="cpu-bf16", kernels=NO_KERNELS, workload=None, strict=False):
+    recipe = make_recipe({"model": spec.id, **(values or {})})
+    return make_plan(recipe, spec, machine(on), kernels, workload, strict=strict)
+
+
+def refused(values, **more) -> str:
+    with pytest.raises(RecipeError) as caught:
+        planned(values, **more)
+    return str(caught.value)
+
+
+def test_automatic_precision_follows_the_machine_and_says_so():
+    assert planned().dtype == {"text_encoder": "bfloat16", "dit": "bfloat16", "vae": "float32"}
+    without = planned(on="cpu-without-bf16")
+    assert set(without.dtype.values()) == {"float32"}
+    assert any("does not compute in bfloat16" in note.text for note in without.notes)
+
+
+def test_a_precision_that_the_machine_or_the_model_lacks_is_refused():
+    said = refused({"precision": "bfloat16"}, on="cpu-without-bf16")
+    assert "Intel Xeon E5-2690 v4 does not compute in bfloat16. Say auto, or float32" in said
+    assert "h3-mini does not keep its pictures in float16" in refused({"precision": "float16"}, on="h200")
+
+
+def test_all_problems_come_in_one_message():
+    said = refused(
+        {
+            "device": {"backend": "elsewhere", "count": 5},
+            "layout": {"tensor": 2},
+            "executor": "ray",
+            "precision": "float16",
+            "quantization": {"dit": "mxfp8", "keep": ["blok"]},
+            "offload": {"vae": "layerwise", "resident_blocks": 2},
+            "graphs": {"dit": True},
+            "sampling": {"steps": 4, "guidance_scale": 5.0},
+            "attention": "flash",
+        },
+        workload=Workload(100, 0, 8),
+    )
+    for key in (
+        "device.backend=elsewhere",
+        "device.count=5",
+        "layout.tensor=2",
+        "executor=ray",
+        "precision=float16",
+        "quantization.dit=mxfp8",
+        "quantization.keep: 'blok' matches no linear layer of h3-mini. Did you mean 'blocks'?",
+        "offload.vae=layerwise",
+        "offload.resident_blocks=2",
+        "graphs.dit=true",
+        "sampling.steps=4",
+        "sampling.guidance_scale=5",
+        "attention=flash",
+        "size=100x0",
+    ):
+        assert key in said
+    assert "14 problems" in said
+
+
+@pytest.mark.parametrize(
+    "axis",
+    ["tensor", "ulysses", "ring", "guidance", "expert", "data", "text_encoder_tensor", "vae_tiles"],
+)
+def test_a_layout_beyond_one_device_is_refused_with_the_way_out(axis):
+    said = refused({"layout": {axis: 2}, "device": {"count": 2}}, on="h200")
+    assert f"layout.{axis}=2: h3-mini cannot be split this way" in said
+    assert f"Say layout.{axis}=1" in said
+
+
+SPLITTABLE = replace(FULL_SPEC, supported_layouts=tuple(Layout.__dataclass_fields__))
+
+
+@given(st.integers(2, 80), st.sampled_from(["tensor", "ulysses"]))
+def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degree, axis):
+    problems = layout_problems(Layout(**{axis: degree}), SPLITTABLE, devices=degree)
+    divides = 56 % degree == 0 and (axis == "ulysses" or 14336 % degree == 0)
+    assert (not problems) == divides
+    if problems:
+        nearest = int(problems[0].rpartition("Nearest: ")[2].rstrip("."))
+        assert not layout_problems(Layout(**{axis: nearest}), SPLITTABLE, devices=nearest)
+
+
+def test_a_layout_must_use_the_devices_that_it_was_given():
+    layout = Layout(tensor=2, ulysses=2, data=2)
+    assert not layout_problems(layout, SPLITTABLE, devices=8)
+    said = layout_problems(layout, SPLITTABLE, devices=4)
+    assert "uses 8 (tensor 2 x ulysses 2 x ring 1 x guidance 1 x data 2)" in said[0]
+    assert layout_problems(Layout(tensor=8, ulysses=2), SPLITTABLE, devices=16)  # 7 heads are left for two
+    assert layout_problems(Layout(tensor=2, vae_tiles=4), SPLITTABLE, devices=2)
+    assert "no experts" in layout_problems(Layout(expert=2), SPLITTABLE, devices=2)[0]
+    assert "without guidance" in layout_problems(Layout(guidance=2), SPLITTABLE, devices=2)[0]
+
+
+def test_the_first_kernel_that_serves_is_taken_and_every_refusal_kept():
+    kernels = KernelLists(
+        attention=(
+            TestKernel("tiny", largest=64),
+            TestKernel("rough", exact=False),
+            TestKernel("half", dtypes=("bfloat16",)),
+            TestKernel("any"),
+        ),
+        fused={"swiglu": (TestKernel("narrow", largest=8), TestKernel("wide"))},
+    )
+    plan = planned(kernels=kernels)
+    assert plan.choices("dit")["attention"] == "half"
+    assert plan.choices("vae")["attention"] == "tiny"  # its heads have 64 channels
+    assert plan.choices("dit")["swiglu"] == "wide"
+    assert plan.choices("dit")["norm_modulate"] == "plain"
+    kept = {(r.component, r.op, r.kernel): r for r in plan.refusals}
+    assert kept["dit", "attention", "tiny"].detail == "takes head_dim up to 64, not 128"
+    assert kept["dit", "attention", "rough"].code == "approximate"
+    assert kept["vae", "attention", "half"].code == "dtype"
+    assert kept["dit", "swiglu", "narrow"].code == "channels"
+
+
+def test_an_approximate_kernel_runs_only_when_named():
+    kernels = KernelLists(attention=(TestKernel("rough", exact=False), TestKernel("any")))
+    plan = planned({"attention": "rough"}, kernels=kernels)
+    assert plan.choices("dit")["attention"] == "rough"
+    assert plan.choices("vae")["attention"] == "any"
+    assert planned({"attention": "plain"}, kernels=kernels).choices("dit")["attention"] == "plain"
+
+
+def test_a_named_kernel_that_does_not_serve_is_refused_with_its_reason():
+    kernels = KernelLists(attention=(TestKernel("tiny", largest=64), TestKernel("any")))
+    said = refused({"attention": "tiny"}, kernels=kernels)
+    assert "attention=tiny: this kernel does not serve the dit: takes head_dim up to 64, not 128" in said
+    assert "Did you mean 'tiny'?" in refused({"attention": "tin"}, kernels=kernels)
+
+
+def test_a_format_gets_a_kernel_or_is_refused_with_all_reasons():
+    serves = KernelLists(linear={"fp8_row": (TestKernel("small", largest=64), TestKernel("big"))})
+    plan = planned({"quantization": {"dit": "fp8_row"}}, on="h200", kernels=serves)
+    assert plan.choices("dit")["linear:fp8_row"] == "big"
+    assert plan.formats == {"dit": "fp8_row", "text_encoder": None, "vae": None}
+    assert plan.keep == ("condition_proj", "token_refiner")
+    fails = KernelLists(
+        linear={"fp8_row": (TestKernel("small", largest=64),), "int8_row": (TestKernel("x"),)}
+    )
+    said = refused({"quantization": {"dit": "fp8_row"}}, on="h200", kernels=fails)
+    assert "small: takes out_features up to 64, not 1536" in said
+    assert "Formats it has: fp8_row, int8_row" in said
+    assert "has no kernel for that format" in refused({"quantization": {"dit": "mxfp8"}}, kernels=serves)
+
+
+def test_a_format_that_reaches_no_layer_is_refused():
+    kernels = KernelLists(linear={"int8_row": (TestKernel("any"),)})
+    wish = {"dit": "int8_row", "keep": ["blocks", "condition_proj", "token_refiner"]}
+    assert "reaches no layer of the dit" in refused({"quantization": wish}, kernels=kernels)
+
+
+def test_a_format_without_a_matrix_unit_is_noted_and_strict_refuses_it():
+    kernels = KernelLists(linear={"fp8_row": (TestKernel("dequantise"),)})
+    wish = {"quantization": {"dit": "fp8_row"}}
+    plan = planned(wish, kernels=kernels)
+    assert [note.code for note in plan.notes if note.changed] == ["not_native"]
+    assert "strict: quantization.dit=fp8_row" in refused(wish, kernels=kernels, strict=True)
+    assert not [note for note in planned(strict=True).notes if note.changed]
+
+
+def test_graphs_follow_the_machine_and_exclude_moving_weights():
+    assert planned(on="h200").graphs == {"dit": True, "vae": True}
+    assert planned(on="arc-b70").graphs == {"dit": False, "vae": False}  # can, but not by itself
+    assert planned({"graphs": {"dit": True}}, on="arc-b70").graphs["dit"]
+    assert not planned({"graphs": {"dit": False}}, on="h200").graphs["dit"]
+    moved = {"offload": {"dit": "layerwise"}}
+    assert planned(moved, on="h200").graphs == {"dit": False, "vae": True}
+    assert "offload.dit is layerwise" in refused({**moved, "graphs": {"dit": True}}, on="h200")
+    assert "captures no graphs" in refused({"graphs": {"vae": True}})
+    fatal = planned({"graphs": {"dit": True}}, on="ascend-a2")
+    assert any("a failed capture ends the process" in note.text for note in fatal.notes)
+
+
+def test_offload_that_saves_nothing_is_said_and_strict_refuses_it():
+    moved = {"offload": {"dit": "component"}}
+    assert "offload_shared_memory" in [note.code for note in planned(moved).notes if note.changed]
+    assert "shares the host's memory" in refused(moved, strict=True)
+    assert "none would move" in refused(
+        {"offload": {"dit": "layerwise", "resident_blocks": 6}}, on="h200", strict=True
+    )
+
+
+def test_a_machine_whose_backend_is_not_installed_is_still_planned_for():
+    plan = planned({"quantization": {"dit": "fp8_row"}}, spec=FULL_SPEC, on="h200", kernels=None)
+    assert plan.choices("dit") == {"attention": "unknown", "linear:fp8_row": "unknown"}
+    assert any("not installed here" in note.text for note in plan.notes)
+
+
+def test_a_plan_is_json_and_says_where_every_value_comes_from():
+    plan = planned({"attention": "plain"}, on="h200")
+    data = json.loads(json.dumps(plan.as_dict()))
+    assert data["recipe"]["attention"] == {"value": "plain", "from": "recipe"}
+    assert data["recipe"]["layout.tensor"] == {"value": 1, "from": "default"}
+    assert data["bytes"]["peak"] == plan.bytes.peak
+    assert data["kernels"]["dit"]["attention"] == "plain"
+    assert data["verdict"] == plan.verdict
+
+
+def test_what_the_model_assumes_is_noted():
+    assert any("published sizes" in note.text for note in planned(spec=FULL_SPEC, on="h200").notes)

@@ -1,0 +1,218 @@
+"""Bytes: the published counts of H3-Image, the modules' own counts, and which machines a model fits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mini_configs import MINI
+
+from portable_dit.capabilities import KernelLists
+from portable_dit.formats import FORMATS, QUANTIZED
+from portable_dit.machine_file import load_machine
+from portable_dit.models import read_spec
+from portable_dit.models.h3_image import counts
+from portable_dit.models.h3_image.config import DiTConfig, VAEConfig
+from portable_dit.models.h3_image.dit import H3Transformer
+from portable_dit.models.h3_image.spec import make_spec
+from portable_dit.models.h3_image.text import MiniTextEncoder
+from portable_dit.models.h3_image.vae import ImageVAE
+from portable_dit.models.spec import FORMAT_SCALES, Numbers, Workload, linear_bytes
+from portable_dit.plan import make_plan
+from portable_dit.recipe import FORMATS as RECIPE_FORMATS
+from portable_dit.recipe import make_recipe
+
+MACHINES = Path(__file__).parents[1] / "data" / "machines"
+MINI_SPEC = make_spec("h3-mini", MINI)
+FULL_SPEC = read_spec("h3-image", "random")
+FULL_TEXT = FULL_SPEC.config.text
+GIB = 2**30
+
+
+def planned(values=None, *, on="h200", spec=FULL_SPEC, workload=None):
+    recipe = make_recipe({"model": spec.id, **(values or {})})
+    return make_plan(recipe, spec, load_machine(MACHINES / f"{on}.json"), None, workload)
+
+
+def size_of(module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def test_the_published_counts_come_out():
+    dit = counts.dit_counts(DiTConfig())
+    assert 50 * dit.block + dit.refiner + dit.other + dit.modulation == 33_105_770_752
+    assert dit.modulation - (2 * 5376) * (2688 + 1) == 13_010_457_600
+    assert dit.float32 == 16_356_480
+    assert dit.heads == 7 * 516_192
+    stored = 2 * 33_105_770_752 + 4 * (dit.float32 + dit.heads + 16)  # and 16 rope frequencies in the file
+    assert stored == 66_291_420_800 + 4 * 16
+    assert sum(counts.vae_parameters(VAEConfig(), taps=3)) == 584_228_408
+    assert counts.text_counts(FULL_TEXT).checkpoint == 33_357_390_064
+
+
+def test_the_tables_of_one_time_are_9_25_mib():
+    assert round(2 * counts.table_values(DiTConfig(), 1) / 2**20, 2) == 9.25
+
+
+def test_rows_are_one_for_each_32_pixels_squared():
+    for size, rows in (
+        ((1024, 1024), 1024),
+        ((2048, 2048), 4096),
+        ((4096, 4096), 16384),
+        ((6272, 2688), 16464),
+    ):
+        assert FULL_SPEC.rows(Workload(*size, 100)) == 100 + rows
+    # A reference costs rows twice where the text encoder sees it, once where it does not.
+    edit = Workload(2048, 2048, 100, ((2048, 2048),))
+    assert FULL_SPEC.rows(edit) == 100 + counts_label() + 3 * 4096
+    assert MINI_SPEC.rows(Workload(512, 512, 32, ((512, 512), (256, 256)))) == 32 + 256 + 256 + 64
+
+
+def counts_label() -> int:
+    from portable_dit.models.h3_image.spec import LABEL_ROWS
+
+    return LABEL_ROWS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["mlp", "curve"])
+def test_the_dit_has_the_bytes_that_the_spec_counts(dtype, form):
+    config = replace(MINI, dit=replace(MINI.dit, adaln_form=form))
+    with torch.device("meta"):
+        module = H3Transformer(config.dit, dtype)
+    name = str(dtype).removeprefix("torch.")
+    size = make_spec("x", config).bytes_on_device("dit", Workload(512, 512, 32), Numbers(name))
+    assert size.weights + size.loading == size_of(module) + size.parts["modulation tables"]
+    module.drop_adaln()
+    assert size.weights == size_of(module) + size.parts["modulation tables"]
+    assert size.num_blocks * size.block == size.parts["blocks"] == size_of(module.blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_vae_and_the_text_encoder_have_the_bytes_that_the_spec_counts(dtype):
+    name = str(dtype).removeprefix("torch.")
+    with torch.device("meta"):
+        vae, text = ImageVAE(MINI.vae, dtype), MiniTextEncoder(MINI.text, dtype)
+    workload = Workload(512, 512, 32)
+    biases = sum(p.numel() for n, p in vae.named_parameters() if p.dtype == dtype and n.endswith("bias"))
+    counted = MINI_SPEC.bytes_on_device("vae", workload, Numbers(name)).weights
+    slack = 0 if dtype == torch.float32 else 2 * biases  # biases of the linears are counted in float32
+    assert 0 <= counted - size_of(vae) <= slack
+    assert MINI_SPEC.bytes_on_device("text_encoder", workload, Numbers(name)).weights == size_of(text)
+
+
+def test_every_linear_group_names_layers_of_the_modules():
+    with torch.device("meta"):
+        modules = {
+            "dit": H3Transformer(MINI.dit),
+            "vae": ImageVAE(MINI.vae),
+            "text_encoder": MiniTextEncoder(MINI.text),
+        }
+    for group in MINI_SPEC.linears:
+        for name in group.names():
+            layer = modules[group.component].get_submodule(name)
+            assert (layer.in_features, layer.out_features) == (group.in_features, group.out_features), name
+
+
+def test_formats_have_the_same_names_and_bytes_everywhere():
+    assert set(RECIPE_FORMATS) == set(FORMAT_SCALES) == set(QUANTIZED)
+    for name in QUANTIZED:
+        for shape in ((1536, 384), (384, 1000), (129, 257)):
+            assert linear_bytes(name, *shape) == FORMATS[name].bytes(*shape), (name, shape)
+
+
+def test_a_format_saves_what_it_says():
+    workload = Workload(2048, 2048, 512)
+    plain = FULL_SPEC.bytes_on_device("dit", workload, Numbers("bfloat16"))
+    kept = FULL_SPEC.bytes_on_device("dit", workload, Numbers("bfloat16", "fp8_row", FULL_SPEC.keep))
+    whole = FULL_SPEC.bytes_on_device("dit", workload, Numbers("bfloat16", "fp8_row"))
+    block_linears = 385_351_680
+    scales = 4 * (21504 + 5376 + 28672 + 5376)
+    assert plain.weights - kept.weights == 50 * (block_linears - scales)
+    assert whole.weights < kept.weights
+
+
+def test_one_h200_holds_everything_and_smaller_cards_are_told_what_to_offload():
+    assert planned().fits  # the published set-up: bfloat16, all weights resident
+    small = planned(on="rtx-5090")
+    assert not small.fits
+    assert (
+        "offload.text_encoder=layerwise offload.dit=layerwise" in small.verdict
+    )  # as published for that card
+    wish = {"offload": {"text_encoder": "layerwise", "dit": "layerwise", "vae": "component"}}
+    assert planned(wish, on="rtx-5090").fits
+    assert planned(wish, on="rtx-5090").bytes.pinned > 80 * GIB
+
+
+def test_the_way_out_that_a_plan_names_is_one():
+    for machine in ("h100", "rtx-5090", "arc-b70", "ascend-a2", "s5000"):
+        verdict = planned(on=machine).verdict
+        if "It would with" in verdict:
+            keys = verdict.partition("It would with ")[2].rstrip(".").split()
+            offload = dict(key.removeprefix("offload.").split("=") for key in keys)
+            assert planned({"offload": offload}, on=machine).fits, machine
+
+
+def test_a_plan_that_does_not_fit_shared_memory_asks_for_a_smaller_size():
+    plan = planned(on="laptop-8gib")
+    assert not plan.fits
+    assert "smaller size" in plan.verdict
+    assert planned(on="laptop-8gib", spec=MINI_SPEC).fits
+
+
+def test_the_memory_of_the_recipe_counts_before_that_of_the_device():
+    assert not planned({"device": {"memory_gib": 64.0}}).fits
+    assert "of 64.00 GiB" in planned({"device": {"memory_gib": 64.0}}).verdict
+
+
+def test_loading_needs_the_modulation_weights_that_running_does_not():
+    sizes = planned().bytes
+    assert sizes.peak_stage == "load"
+    assert sizes.stages["load"] - sizes.stages["dit"] > 20 * GIB
+
+
+def test_more_pixels_or_references_never_need_less():
+    small = planned(workload=Workload(2048, 2048, 512)).bytes.stages
+    large = planned(workload=Workload(4096, 4096, 512)).bytes.stages
+    edit = planned(workload=Workload(2048, 2048, 512, ((1024, 1024),) * 4)).bytes.stages
+    for stage in ("text_encoder", "dit", "vae"):
+        assert large[stage] >= small[stage]
+        assert edit[stage] >= small[stage]
+
+
+@given(st.integers(0, 50))
+def test_blocks_that_stay_cost_device_memory_and_save_host_memory(resident):
+    def at(blocks):
+        return planned({"offload": {"dit": "layerwise", "resident_blocks": blocks}}).bytes
+
+    if resident < 49:
+        block = at(resident).components["dit"].block
+        assert at(resident).host - at(resident + 1).host == block
+        assert 0 <= at(resident + 1).stages["dit"] - at(resident).stages["dit"] <= block
+
+
+def test_plain_attention_is_charged_for_its_scores():
+    machine = load_machine(MACHINES / "h200.json")
+    recipe = make_recipe({"model": "h3-image"})
+    workload = Workload(4096, 4096, 512)
+    plain = make_plan(recipe, FULL_SPEC, machine, KernelLists(), workload)
+    unknown = make_plan(recipe, FULL_SPEC, machine, None, workload)
+    rows = FULL_SPEC.rows(workload)
+    assert plain.bytes.stages["dit"] - unknown.bytes.stages["dit"] == 8 * 56 * rows**2
+
+
+def test_references_are_brought_to_the_rule_of_the_checkpoint():
+    for rule, size, wanted in (
+        ("area", (3000, 1000), (896, 288)),
+        ("fit", (256, 256), (256, 256)),
+        ("fit", (2048, 2048), (512, 512)),
+        ("short_edge", (1000, 2000), (512, 1024)),
+        ("area", (1, 1), (512, 512)),
+        ("area", (5000, 10), (11456, 32)),
+    ):
+        scheduler = replace(MINI.scheduler, reference_rule=rule, reference_pixels=512 * 512)
+        spec = make_spec("x", replace(MINI, scheduler=scheduler))
+        assert spec.reference_size(*size, canvas=(256, 256)) == wanted
+        assert spec.reference_size(*size, canvas=(512, 512)) == wanted
