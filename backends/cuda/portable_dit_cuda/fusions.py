@@ -1,0 +1,255 @@
+"""The seams of ops.py as single passes over memory, in Triton.
+
+Every function has the signature of its plain body. Those with `_quantized` in their name also make the next
+product's 8-bit input on the way out: values and one scale a row, bit for bit what `quantize_rows` makes of
+the plain result.
+
+Letters: B batch, S tokens, M = B * S rows, C channels, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from portable_dit.backend import FusedOp
+from portable_dit.capabilities import Capabilities, FusionRequest, Reject, Request
+from portable_dit.formats import FORMATS, Format, QuantizedRows
+from portable_dit.ops import Modulation, Rotary
+from portable_dit_cuda.chips import capability_of, refuse_library
+
+MAX_ROW = 32768  # channels that one program holds in registers
+MAX_HEAD_DIM = 512
+TILE = 1024  # channels of one program where a row needs no sum
+DTYPES = frozenset({"bfloat16", "float16"})
+ROW_FORMATS = ("fp8_row", "int8_row")  # those with one scale for a row of the input
+
+
+@dataclass(frozen=True)
+class TritonOp(FusedOp):
+    """A fused seam that needs Triton and a chip with bfloat16. channels: the longest row it takes."""
+
+    channels: int = MAX_ROW
+
+    def check(self, request: Request, capabilities: Capabilities) -> Reject | None:
+        assert isinstance(request, FusionRequest)
+        capability = capability_of(capabilities)
+        if capability < (8, 0):
+            return Reject("arch", f"needs compute capability 8.0 on, this is {capability[0]}.{capability[1]}")
+        if request.channels > self.channels:
+            return Reject("channels", f"takes rows up to {self.channels}, not {request.channels}")
+        return refuse_library("triton", capabilities) or super().check(request, capabilities)
+
+
+@cache
+def kernels() -> ModuleType:
+    """The Triton kernels, imported when the first is launched."""
+    from portable_dit_cuda import triton_kernels
+
+    return triton_kernels
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """ops.rms_norm: one read and one write of x."""
+    rows = _rows(x)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _norm(rows, weight, eps, None, 0, out=out)
+    return out.view(x.shape)
+
+
+def norm_modulate(x: Tensor, weight: Tensor, eps: float, modulation: Modulation, chunk: int) -> Tensor:
+    """ops.norm_modulate: one read and one write of x; the table stays in the cache."""
+    rows = _rows(x)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _norm(rows, weight, eps, modulation, chunk, out=out)
+    return out.view(x.shape)
+
+
+def norm_modulate_quantized(
+    x: Tensor, weight: Tensor, eps: float, modulation: Modulation, chunk: int, *, form: Format
+) -> QuantizedRows:
+    """norm_modulate as 8-bit rows with a scale each."""
+    rows = _rows(x)
+    values, scales = _quantized_like(rows.shape, form, x.device)
+    _norm(rows, weight, eps, modulation, chunk, out=values, scales=scales, form=form)
+    return QuantizedRows(form, values, scales, tuple(x.shape), x.dtype)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """ops.swiglu: x [..., 2F] -> [..., F]."""
+    rows = _rows(x)
+    width = x.shape[-1] // 2
+    out = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
+    grid = (rows.shape[0], -(-width // TILE))
+    kernels().swiglu[grid](rows, out, width, rows.stride(0), BLOCK=TILE)
+    return out.view(*x.shape[:-1], width)
+
+
+def swiglu_quantized(x: Tensor, *, form: Format) -> QuantizedRows:
+    """swiglu as 8-bit rows with a scale each: x [..., 2F] -> [..., F]."""
+    rows = _rows(x)
+    width = x.shape[-1] // 2
+    values, scales = _quantized_like((rows.shape[0], width), form, x.device)
+    block, warps = _row_block(width)
+    kernels().swiglu_quantize[(rows.shape[0],)](
+        rows,
+        values,
+        scales,
+        width,
+        rows.stride(0),
+        form.largest,
+        IS_INT8=form.values is torch.int8,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return QuantizedRows(form, values, scales, (*x.shape[:-1], width), x.dtype)
+
+
+def gated_residual(x: Tensor, branch: Tensor, modulation: Modulation, chunk: int) -> Tensor:
+    """ops.gated_residual: two reads and one write."""
+    rows, others = _rows(x), _rows(branch)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    table = _unit_last(modulation.table)
+    grid = (rows.shape[0], -(-rows.shape[1] // TILE))
+    kernels().gated_residual[grid](
+        rows,
+        others,
+        table[:, chunk],
+        modulation.index.reshape(-1),
+        out,
+        rows.shape[1],
+        rows.stride(0),
+        others.stride(0),
+        table.stride(0),
+        BLOCK=TILE,
+    )
+    return out.view(x.shape)
+
+
+def head_norm_rotary(x: Tensor, weight: Tensor | None, eps: float, rotary: Rotary | None) -> Tensor:
+    """ops.head_norm_rotary: x [B, S, N, D], which may be a slice of packed projections -> contiguous."""
+    x = _unit_last(x)
+    batch, rows, heads, dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    cos, sin = (x, x) if rotary is None else (rotary.cos.contiguous(), rotary.sin.contiguous())
+    pairs = 0 if rotary is None else cos.shape[-1]
+    block = _power_of_two(dim)
+    together = max(min(_power_of_two(heads), 2048 // block), 1)
+    kernels().head_norm_rotary[(batch * rows, -(-heads // together))](
+        x,
+        x if weight is None else weight,
+        cos,
+        sin,
+        out,
+        rows,
+        heads,
+        dim,
+        pairs,
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        0 if rotary is None or cos.shape[0] == 1 else cos.stride(0),
+        eps,
+        HAS_WEIGHT=weight is not None,
+        ROTATE=rotary is not None,
+        HEADS=together,
+        BLOCK=block,
+    )
+    return out
+
+
+def quantize_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """x [M, K] as 8-bit rows: values [M, K] and float32 scales [M, 1], in one read."""
+    x = _unit_last(x)
+    values, scales = _quantized_like(x.shape, form, x.device)
+    block, warps = _row_block(x.shape[1])
+    kernels().quantize_rows[(x.shape[0],)](
+        x,
+        values,
+        scales,
+        x.shape[1],
+        x.stride(0),
+        form.largest,
+        IS_INT8=form.values is torch.int8,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return values, scales
+
+
+def _by_format(function: Callable[..., QuantizedRows]) -> dict[str, Callable[..., QuantizedRows]]:
+    return {name: partial(function, form=FORMATS[name]) for name in ROW_FORMATS}
+
+
+FUSED_OPS = (
+    TritonOp("rms_norm", "triton", rms_norm, DTYPES),
+    TritonOp("norm_modulate", "triton", norm_modulate, DTYPES, quantized=_by_format(norm_modulate_quantized)),
+    TritonOp("gated_residual", "triton", gated_residual, DTYPES, channels=1 << 20),
+    TritonOp("head_norm_rotary", "triton", head_norm_rotary, DTYPES, channels=MAX_HEAD_DIM),
+    TritonOp("swiglu", "triton", swiglu, DTYPES, quantized=_by_format(swiglu_quantized)),
+)
+
+
+def _norm(
+    rows: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    modulation: Modulation | None,
+    chunk: int,
+    *,
+    out: Tensor,
+    scales: Tensor | None = None,
+    form: Format | None = None,
+) -> None:
+    """Norm, modulation and quantisation of rows [M, C] into out, each where it is asked for."""
+    table = None if modulation is None else _unit_last(modulation.table)
+    block, warps = _row_block(rows.shape[1])
+    kernels().norm_modulate[(rows.shape[0],)](
+        rows,
+        rows if weight is None else weight,
+        rows if table is None else table[:, chunk],
+        rows if modulation is None else modulation.index.reshape(-1),
+        out,
+        rows if scales is None else scales,
+        rows.shape[1],
+        rows.stride(0),
+        0 if table is None else table.stride(0),
+        0 if table is None else table.stride(1),
+        eps,
+        1.0 if form is None else form.largest,
+        HAS_WEIGHT=weight is not None,
+        MODULATE=table is not None,
+        QUANTIZE=form is not None,
+        IS_INT8=form is not None and form.values is torch.int8,
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[M, C] of x [..., C], with channels side by side in memory."""
+    return _unit_last(x.reshape(-1, x.shape[-1]))
+
+
+def _unit_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _quantized_like(shape: tuple[int, ...], form: Format, device: torch.device) -> tuple[Tensor, Tensor]:
+    values = torch.empty(shape, dtype=form.values, device=device)
+    return values, torch.empty((shape[0], 1), dtype=torch.float32, device=device)
+
+
+def _row_block(width: int) -> tuple[int, int]:
+    """The block that holds a whole row, and warps for it: 32 numbers a thread."""
+    block = _power_of_two(width)
+    return block, max(min(block // 1024, 16), 1)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 1 else 1
