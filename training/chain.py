@@ -9,120 +9,40 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from portable_dit.models.h3_image.config import H3Config
 from portable_dit.models.h3_image.vae import ImageVAE
 from training import distil, dit, vae
 from training.captions import Tokenizer
-from training.capture import prepare_compiler
 from training.checkpoint import write_json
-from training.distil import DistilSettings, DistilStage, distil_loss
-from training.dit import DiTSettings, DiTStage, Pools, flow_loss, load_trained, new_model, random_batch
+from training.distil import DistilStage
+from training.dit import DiTStage, Pools, load_trained
 from training.export import export
 from training.feed import Feed, FeedKind
 from training.gates import Report, against_smaller, evaluate, fixed_cases
 from training.judge import Judge, load_judge, save_judge
-from training.loop import LoopSettings, Progress
-from training.model import H3Mini, is_muon_matrix, load_float_table, mini_config, tiny_config
-from training.optim import FlatOptimizer
+from training.loop import Progress
+from training.model import H3Mini, load_float_table
 from training.parallel import Clock, World
 from training.pool import Encoder
+from training.precompile import PARTS, prepare
+from training.presets import STAGES, Preset
 from training.render import Atlas, render
-from training.sample import Painter, distilled, sheet, shifted
+from training.sample import Painter, distilled, sheet
 from training.scenes import EDIT_MIX, THREE_MIX, TWO_MIX, Concepts
 from training.tiny import make_toy_data, toy_atlas
-from training.vae import VAESettings, VAEStage, load_vae, psnr
+from training.vae import VAEStage, load_vae, psnr
 
 log = logging.getLogger("training")
-
-STAGES = ("vae", "dit256", "mixed", "distil", "eval")
-
-
-@dataclass(frozen=True)
-class Preset:
-    """One way to run the chain.
-
-    minutes: relative shares of the time; fixed_seconds: instead, for smoke runs.
-    """
-
-    config: H3Config = field(default_factory=mini_config)
-    vae: VAESettings = field(default_factory=VAESettings)
-    dit: DiTSettings = field(default_factory=DiTSettings)
-    distil: DistilSettings = field(default_factory=DistilSettings)
-    minutes: Mapping[str, float] = field(
-        default_factory=lambda: {"vae": 6, "dit256": 8, "mixed": 6, "distil": 3, "eval": 1.5}
-    )
-    fixed_seconds: float | None = None
-    limit_steps: int | None = None
-    compile: bool = True
-    graphs: bool = True
-    precompile: bool = True
-    in_process: bool = False
-    toy: bool = False
-    judge_minutes: float = 1.5
-    encoder_tiles: int = 128
-    scenes_chunk: int = 256
-    cases: int = 16  # of each kind in evaluations on the way
-    final_cases: int = 64
-    sizes: tuple[int, int] = (256, 512)
-
-
-def full() -> Preset:
-    return Preset()
-
-
-def smoke() -> Preset:
-    """Real sizes, a few seconds a stage: proves graphs, compilation and memory before the long run."""
-    preset = Preset()
-    loop = LoopSettings(log_seconds=3, save_seconds=8, eval_seconds=60, first_eval_seconds=6, warmup=50)
-    small = tuple(replace(b, first_fill=1024) for b in preset.dit.small)
-    large = tuple(replace(b, first_fill=128) for b in preset.dit.large)
-    return replace(
-        preset,
-        vae=replace(preset.vae, loop=loop, first_fill=1024),
-        dit=replace(preset.dit, small_loop=loop, mixed_loop=loop, small=small, large=large),
-        distil=replace(preset.distil, loop=loop),
-        fixed_seconds=10,
-        judge_minutes=0.2,
-        cases=4,
-        final_cases=4,
-    )
-
-
-def tiny() -> Preset:
-    """A toy model on toy data, for a CPU."""
-    loop = LoopSettings(log_seconds=2, save_seconds=4, eval_seconds=1000, first_eval_seconds=1000, warmup=2)
-    small = tuple(replace(b, batch=4, pool=32, first_fill=8, chunk=4) for b in dit.small_buckets())
-    large = tuple(replace(b, batch=2, pool=8, first_fill=2, chunk=2) for b in dit.large_buckets())
-    return Preset(
-        config=tiny_config(),
-        vae=replace(VAESettings(), batch=2, pool=32, first_fill=16, eval_images=4, stat_images=8, loop=loop),
-        dit=replace(DiTSettings(), small_loop=loop, mixed_loop=loop, small=small, large=large),
-        distil=replace(DistilSettings(), loop=loop, substeps=2),
-        fixed_seconds=60,
-        limit_steps=6,
-        compile=False,
-        graphs=False,
-        in_process=True,
-        toy=True,
-        judge_minutes=0.0,
-        encoder_tiles=8,
-        scenes_chunk=8,
-        cases=2,
-        final_cases=2,
-        sizes=(256, 256),
-    )
 
 
 class Chain:
@@ -152,7 +72,7 @@ class Chain:
         self.atlas = toy_atlas(len(self.concepts)) if preset.toy else Atlas.load(data, device=self.device)
         self.feed = self._start_feed()
         self.stages: tuple[str, ...] = STAGES
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.judge: Judge | None = None
         self.encoder_owner: ImageVAE | None = None
         self.small: Pools | None = None
@@ -160,6 +80,7 @@ class Chain:
 
     def _start_feed(self) -> Feed:
         buckets = (*self.preset.dit.small, *self.preset.dit.large)
+        # The encoder is checked on scenes-256, so that one is always there.
         kinds: list[FeedKind] = vae.feed_kinds(self.preset.scenes_chunk) + [b.feed_kind() for b in buckets]
         return Feed(
             kinds, self.data, seed=self.seed + 100_003 * self.world.rank, in_process=self.preset.in_process
@@ -179,36 +100,46 @@ class Chain:
         return lambda: Clock(self.world, seconds=max(until - time.monotonic(), 10.0))
 
     def start_children(self) -> None:
-        """The judge and the compiler cache, as processes beside the VAE stage."""
+        """The judge and the compiler, as processes beside the VAE stage or the filling of the pools.
+
+        One process compiles one part, all at once: a machine has more cores than one compilation uses.
+        """
         if not self.world.is_first:
             return
         if self.preset.toy:
             save_judge(Judge(len(self.concepts)).eval(), self.judge_path)
         elif not self.judge_path.exists():
             command = ["-m", "training.judge", "--data", str(self.data), "--out", str(self.judge_path)]
-            self._child([*command, "--minutes", str(self.preset.judge_minutes)], "judge.log")
-        beside = "vae" in self.stages and (self.again or not vae.is_finished(self.out))
-        if beside and self.preset.compile and self.preset.precompile and self.device.type == "cuda":
+            self._child("judge", [*command, "--minutes", str(self.preset.judge_minutes)])
+        if self.preset.compile and self.preset.precompile and self.device.type == "cuda":
             places = ["--out", str(self.out), "--data", str(self.data)]
-            self._child(["-m", "training.run_all", "--precompile", *places], "precompile.log")
+            for part in PARTS:
+                self._child(f"precompile-{part}", ["-m", "training.run_all", "--precompile", part, *places])
 
-    def _child(self, arguments: Sequence[str], log_name: str) -> None:
-        with (self.out / log_name).open("wb") as output:
-            child = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT)
-        self.children.append(child)
+    def _child(self, name: str, arguments: Sequence[str]) -> None:
+        with (self.out / f"{name}.log").open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, env=alone()
+            )
+        self.children[name] = child
 
-    def wait_for_children(self, *, seconds: float) -> None:
-        """Let the children finish; a failed one is told and lived without."""
+    def wait_for_children(self, names: Sequence[str], *, seconds: float) -> None:
+        """Let some children finish, on every rank; a failed one is told and lived without."""
         until = time.monotonic() + seconds
-        for child in self.children:
+        for name in names:
+            child = self.children.pop(name, None)
+            if child is None:
+                continue
             try:
                 code = child.wait(timeout=max(until - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 child.kill()
                 code = None
             if code != 0:
-                log.warning("a side process ended with %s: %s", code, child.args)
-        self.children.clear()
+                log.warning("%s ended with %s, see %s.log", name, code, name)
+            else:
+                log.info("%s is done", name)
+        self.world.barrier()
 
     # The stages.
 
@@ -414,25 +345,21 @@ class Chain:
             self.start_children()
             if "vae" in stages:
                 self.run_vae()
-            self.wait_for_children(seconds=60)
+            if "mixed" in stages and "dit256" not in stages:
+                self.pools("small"), self.pools("large")  # the compilers are busy anyway
+            self.wait_for_children(("precompile-small", "precompile-large"), seconds=150)
             self.run_dit(stages)
+            self.wait_for_children(("judge", "precompile-teacher"), seconds=60)
             if "distil" in stages:
                 self.run_distil()
             if "eval" in stages:
                 self.run_eval()
             log.info("chain finished, %.0f s before the deadline", self.deadline - time.monotonic())
         finally:
-            self.wait_for_children(seconds=1)
+            for child in self.children.values():
+                child.kill()
             self.feed.stop()
             self.world.stop()
-
-
-def prepare(device: torch.device) -> None:
-    """Process-wide choices: compiler room, convolution algorithms, TF32 for the few float32 products."""
-    prepare_compiler()
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")
 
 
 SHORT = (
@@ -470,26 +397,7 @@ def short(report: Report) -> str:
     return "  ".join(parts)
 
 
-def precompile(preset: Preset, table: Tensor, device: torch.device) -> None:
-    """Run every compiled shape of the transformer once, so that the compiler's disk cache is warm."""
-    prepare(device)
-    config = replace(preset.config, text=replace(preset.config.text, vocab_size=len(table)))
-    make = lambda: new_model(config, table, seed=0, compile_blocks=True, device=device)  # noqa: E731
-    student, teacher = make(), make()
-    FlatOptimizer(student.named_parameters(), is_matrix=is_muon_matrix, settings=preset.dit.optim)
-    teacher.requires_grad_(False)
-    levels = torch.tensor(shifted(config.dit.pdd_heads, config.scheduler.shift), device=device)
-    for buckets in (preset.dit.small, preset.dit.large):
-        begin = time.monotonic()
-        batches = {b.name: random_batch(b, row_size=config.dit.row_size, device=device) for b in buckets}
-        flow_loss(student, batches, preset.dit)[0].backward()
-        log.info("precompiled %s in %.1f s", "+".join(batches), time.monotonic() - begin)
-    for buckets in (preset.dit.small, preset.dit.large):
-        batches = {b.name: random_batch(b, row_size=config.dit.row_size, device=device) for b in buckets}
-        short_walk = replace(preset.distil, substeps=1)
-        distil_loss(student, teacher, batches, levels, short_walk)[0].backward()
-    log.info("precompiled the distillation")
-    Encoder(
-        ImageVAE(config.vae), device=device, tiles=preset.encoder_tiles, use_graphs=False, compile_blocks=True
-    ).run()
-    log.info("precompiled the encoder")
+def alone() -> dict[str, str]:
+    """The environment for a side process: not one of the ranks, and on this process's GPU."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+    return {name: value for name, value in os.environ.items() if name not in ranks}

@@ -69,18 +69,18 @@ def small_buckets() -> tuple[Bucket, ...]:
     """256 px: 64 rows a picture."""
     sizes = ((256, 256, 1.0),)
     return (
-        Bucket("256-text", 0, 64, 224, 49152, 12288, 256, 16.0, sizes),
-        Bucket("256-one", 1, 64, 224, 49152, 8192, 256, 16.0, sizes),
-        Bucket("256-more", 3, 64, 64, 16384, 3072, 128, 16.0, sizes),
+        Bucket("256-text", 0, 64, 160, 49152, 16384, 256, 32.0, sizes),
+        Bucket("256-one", 1, 64, 272, 65536, 12288, 256, 32.0, sizes),
+        Bucket("256-more", 3, 64, 80, 24576, 4096, 128, 32.0, sizes),
     )
 
 
 def large_buckets() -> tuple[Bucket, ...]:
     """Canvases of up to 256 rows, all sizes in one batch."""
     return (
-        Bucket("512-text", 0, 256, 96, 12288, 2048, 64, 20.0, LARGE_SIZES),
-        Bucket("512-one", 1, 256, 96, 12288, 1536, 64, 20.0, LARGE_SIZES),
-        Bucket("512-more", 3, 256, 16, 4096, 256, 32, 20.0, LARGE_SIZES),
+        Bucket("512-text", 0, 256, 88, 16384, 3072, 64, 48.0, LARGE_SIZES),
+        Bucket("512-one", 1, 256, 104, 20480, 2560, 64, 48.0, LARGE_SIZES),
+        Bucket("512-more", 3, 256, 16, 6144, 512, 32, 48.0, LARGE_SIZES),
     )
 
 
@@ -89,12 +89,14 @@ class DiTSettings:
     """Loss, optimiser and buckets.
 
     drop_text: share of samples without prompt. uniform: share of sigmas that are uniform, the rest are
-    logit-normal.
+    logit-normal, moved by `shift` towards noise at 64 rows a picture and by more at more: that is where it
+    is decided what to draw, and the same noise hides less of a larger picture.
     """
 
     drop_text: float = 0.1
-    uniform: float = 0.1
-    shift: float = 2.0
+    uniform: float = 0.15
+    shift: float = 2.5
+    shift_growth: float = 0.25  # power of the number of rows
     optim: OptimSettings = field(default_factory=OptimSettings)
     small_loop: LoopSettings = field(default_factory=lambda: LoopSettings(decay_from=0.8, floor=0.5))
     mixed_loop: LoopSettings = field(default_factory=lambda: LoopSettings(decay_from=0.4, floor=0.01))
@@ -102,12 +104,13 @@ class DiTSettings:
     large: tuple[Bucket, ...] = field(default_factory=large_buckets)
 
 
-def draw_sigmas(count: int, settings: DiTSettings, device: torch.device) -> Tensor:
-    """Noise levels float32 [count] in 0..1."""
+def draw_sigmas(count: int, settings: DiTSettings, device: torch.device, *, rows: int) -> Tensor:
+    """Noise levels float32 [count] in 0..1 for pictures of up to `rows` rows."""
+    shift = settings.shift * (rows / 64) ** settings.shift_growth
     u = torch.sigmoid(torch.randn(count, device=device))
     even = torch.rand(count, device=device)
     u = torch.where(torch.rand(count, device=device) < settings.uniform, even, u)
-    return settings.shift * u / (1 + (settings.shift - 1) * u)
+    return shift * u / (1 + (shift - 1) * u)
 
 
 def masked_error(out: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ def flow_loss(
     for (name, batch), some, shown in zip(
         batches.items(), words.split(counts), length.split(counts), strict=True
     ):
-        sigma = draw_sigmas(len(shown), settings, device)
+        sigma = draw_sigmas(len(shown), settings, device, rows=batch.target.shape[1])
         noise = torch.randn_like(batch.target)
         noisy = torch.lerp(batch.target, noise, sigma[:, None, None])
         layout = make_layout(model, batch, shown)

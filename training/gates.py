@@ -8,10 +8,8 @@ Nothing here knows how pictures are made: `evaluate` takes a function that turns
 
 import argparse
 import dataclasses
-import json
 import math
 import random
-import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +24,8 @@ from torch.nn import functional as F
 from training.judge import UNKNOWN, Judge, Labels, judge_images, label, load_judge
 from training.render import Atlas, render
 from training.scenes import (
-    COLOR_NAMES,
     COLORS,
     EDIT_MIX,
-    STYLES,
     THREE_MIX,
     TWO_MIX,
     Concepts,
@@ -64,7 +60,6 @@ T2I_GATES = {
 }
 UNTOUCHED_DB, UNTOUCHED_SHARE = 25.0, 0.85
 MOST_POINTS_LOST_AT_512 = 2.0
-EXPORT_LIMIT_BYTES = 5_000_000
 CHUNK = 64  # pictures measured at a time
 
 
@@ -465,45 +460,6 @@ def ceiling(
     return evaluate(exact, **settings), evaluate(nothing, **settings)
 
 
-def export_tests(out: Path, atlas: Atlas, concepts: Concepts, judge_path: Path, *, seed: int = 1) -> None:
-    """Prompts, pictures (lossless WebP, 256 px) and the judge, so that the test-suite needs no atlas."""
-    out.mkdir(parents=True, exist_ok=True)
-    t2i = [r for kind in ("single", "placed", "pair", "count") for r in fixed_cases(seed, kind, 16, concepts)]
-    edits = [r for kind in EDIT_MIX for r in fixed_cases(seed, kind, 6, concepts)]
-    several = [r for kind in MULTI_KINDS for r in fixed_cases(seed, kind, 2, concepts)]
-    cases = []
-    for number, record in enumerate((*t2i, *edits, *several)):
-        case = dataclasses.asdict(record) | {"id": f"{record.kind}-{number:03}"}
-        answers = label([record.target])
-        case["labels"] = {
-            "layout": answers.layout[0].item(),
-            "concepts": answers.concepts[0].tolist(),
-            "styles": answers.styles[0].tolist(),
-        }
-        if record.references:
-            pictures = render([*record.references, record.target], atlas, width=256, height=256)
-            names = [f"{case['id']}-source{i + 1}.webp" for i in range(len(record.references))]
-            names.append(f"{case['id']}-target.webp")
-            for name, image in zip(names, pictures, strict=True):
-                picture(image).save(out / name, lossless=True, quality=100, method=6)
-            case["source_files"], case["target_file"] = names[:-1], names[-1]
-        cases.append(case)
-    world = {
-        "colors": COLOR_NAMES,
-        "styles": STYLES,
-        "concepts": [names[0].name for names in concepts.names],
-        "edit_gates": EDIT_GATES,
-        "t2i_gates": T2I_GATES,
-        "cases": cases,
-    }
-    (out / "cases.json").write_text(json.dumps(world, separators=(",", ":")) + "\n")
-    shutil.copyfile(judge_path, out / "judge.safetensors")
-    total = sum(path.stat().st_size for path in out.iterdir())
-    if total > EXPORT_LIMIT_BYTES:
-        raise ValueError(f"{out}: {total:,} bytes, at most {EXPORT_LIMIT_BYTES:,}. Export fewer cases.")
-    print(f"{out}: {len(cases)} cases, {total / 1e6:.2f} MB")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -520,7 +476,10 @@ def main() -> None:
     concepts = Concepts.load(arguments.data / "concepts.json")
     atlas = Atlas.load(arguments.data, device=arguments.device)
     if arguments.command == "export-tests":
-        export_tests(arguments.out, atlas, concepts, arguments.judge)
+        from training.cases import export_cases  # which imports this module
+
+        total = export_cases(arguments.out, atlas, concepts, arguments.judge)
+        print(f"{arguments.out}: {total / 1e6:.2f} MB")
         return
     judge = load_judge(arguments.judge, arguments.device)
     if len(judge.concept.weight) != len(concepts):

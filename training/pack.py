@@ -2,8 +2,8 @@
 
     python -m training.pack --from RUN --to FOLDER
 
-The folder is what `training.run_all --resume FOLDER` takes. Once there is a student, the teacher goes as
-int8 rows.
+The folder is what `training.run_all --resume FOLDER` takes. It works on a run that is still going, too. The
+teacher and the student go as int8 rows: 18.6 MB each instead of 37, and training goes on from them as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import io
 import shutil
 import tarfile
+import time
 from pathlib import Path
 
 from PIL import Image
@@ -20,17 +21,16 @@ from training.checkpoint import has_set, load_set, read_index, save_set
 
 SMALL = ("*.txt", "*.log", "*.json", "*.jsonl", "*.md")
 SMALL_BYTES = 15 * 2**20
+SETS = ("vae", "dit", "student")
+TRIES = 5  # a run may replace a set while it is read
 
 
-def pack(source: Path, target: Path, *, weights: bool = True) -> list[Path]:
-    """Write the files; returns them. weights False = records and sheets only."""
+def pack(source: Path, target: Path, *, sets: tuple[str, ...] = SETS) -> list[Path]:
+    """Write the files; returns them. sets: weights to take along where they exist."""
     target.mkdir(parents=True, exist_ok=True)
-    if weights and has_set(source, "vae"):
-        _copy(source, target, "vae", codec=None)
-    if weights and has_set(source, "dit"):
-        _copy(source, target, "dit", codec="int8" if has_set(source, "student") else None)
-    if weights and has_set(source, "student"):
-        _copy(source, target, "student", codec="int8")
+    for name in sets:
+        if has_set(source, name):
+            _copy(source, target, name, codec=None if name == "vae" else "int8")
     indices = {path.name for path in target.glob("*-index.json")}
     with tarfile.open(target / "records.tar", "w") as archive:
         for pattern in SMALL:
@@ -41,7 +41,7 @@ def pack(source: Path, target: Path, *, weights: bool = True) -> list[Path]:
             archive.add(path, path.name)
             path.unlink()
         judge = source / "judge.safetensors"
-        if weights and judge.exists():
+        if sets and judge.exists():
             archive.add(judge, judge.name)
         room = SMALL_BYTES - archive.offset
         for path in sorted(source.glob("*.png"), key=lambda p: p.stat().st_mtime, reverse=True):
@@ -59,7 +59,14 @@ def _copy(source: Path, target: Path, name: str, *, codec: str | None) -> None:
         for file in (f"{name}-index.json", *read_index(source, name)["files"]):
             shutil.copyfile(source / file, target / file)
         return
-    tensors, index = load_set(source, name)
+    for attempt in range(TRIES):
+        try:
+            tensors, index = load_set(source, name)
+            break
+        except (OSError, ValueError):
+            if attempt == TRIES - 1:
+                raise
+            time.sleep(1)
     save_set(target, name, tensors, step=index["step"], codec=codec, note=index["note"])
 
 
@@ -76,9 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pack a training run into few small files.")
     parser.add_argument("--from", dest="source", type=Path, required=True)
     parser.add_argument("--to", dest="target", type=Path, required=True)
-    parser.add_argument("--no-weights", action="store_true", help="only records and contact sheets")
+    parser.add_argument(
+        "--sets", default=",".join(SETS), help="weights to take along; empty = records and sheets only"
+    )
     arguments = parser.parse_args()
-    for path in pack(arguments.source, arguments.target, weights=not arguments.no_weights):
+    sets = tuple(name for name in arguments.sets.split(",") if name)
+    for path in pack(arguments.source, arguments.target, sets=sets):
         print(f"{path.stat().st_size:12,}  {path.name}")
 
 

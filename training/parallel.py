@@ -28,10 +28,13 @@ class World:
 
     @staticmethod
     def start() -> World:
-        """From the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK); one process without them."""
+        """From the variables that torchrun sets (RANK, WORLD_SIZE); one process without them.
+
+        Every process sees one GPU, the first of its own (`training.run_all` sees to it).
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device(f"cuda:{local}" if torch.cuda.is_available() else "cpu")
+        rank = int(os.environ.get("RANK", "0"))
+        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if size > 1:
