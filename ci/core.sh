@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# The core lane: lint and the whole test suite on the CPU.
+# The core lane: lint and the whole test suite on the CPU, by the targets that a developer runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 make lint
 make test

@@ -37,6 +37,7 @@ from portable_dit.formats import (
     QUANTIZED,
     Encoded,
     Format,
+    QuantizedRows,
     decode,
     dequantize_blocks,
     format_named,
@@ -95,6 +96,7 @@ class LinearKernel:
 
     exact: bool = True
     quantizes_input: bool = False  # True: computes as the format says; False: exact to the stored weight
+    takes_quantized: bool = False  # True: `apply_quantized` takes rows with one scale each, made elsewhere
 
     def __init__(self, format: str, id: str = PLAIN) -> None:
         self.format: Format = format_named(format)
@@ -121,6 +123,12 @@ class LinearKernel:
         """x [M, K] -> [M, N] in the dtype of x. bias [N] or None."""
         weight = decode(Encoded(self.format, packed["values"], packed.get("scales")), x.dtype)
         return F.linear(x, weight, bias)
+
+    def apply_quantized(
+        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """`apply` for an input in the format already: values [M, K], scales [M, 1] -> [M, N] in dtype."""
+        return self.apply((values.float() * scales).to(dtype), packed, bias)
 
 
 class EmulatedLinear(LinearKernel):
@@ -154,13 +162,18 @@ class EmulatedLinear(LinearKernel):
 
 @dataclass(frozen=True)
 class FusedOp:
-    """A function that stands in for the plain body of the seam `op` in ops.py, with the same signature."""
+    """A function that stands in for the plain body of the seam `op` in ops.py, with the same signature.
+
+    quantized: by format, functions of the same signature that give `QuantizedRows` of the same result, bit
+    for bit what the next layer would make of it. Bound where a quantised layer alone reads the seam.
+    """
 
     op: str
     id: str
     run: Callable[..., Any]
     dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
     exact: bool = True
+    quantized: Mapping[str, Callable[..., QuantizedRows]] = field(default_factory=dict)
 
     def check(self, request: Request, capabilities: Capabilities) -> Reject | None:
         """None when this op serves the request on such a device, else the reason. Pure."""
@@ -232,6 +245,10 @@ class Backend:
         """The devices that are there. Cheap, free of side effects, [] when there are none."""
         free_total = host.memory()
         return [Device(self.id, 0, "cpu", "host processor", "plain", free_total[1])]
+
+    def absence(self) -> str | None:
+        """Why `devices()` is empty: the driver, the build of torch. None when it is not, or nobody knows."""
+        return None
 
     def capabilities(self, device: Device) -> Capabilities:
         """What the device can do, probed."""

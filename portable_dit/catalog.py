@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from portable_dit import models, recipe
+from portable_dit.errors import WeightsError
 from portable_dit.models.spec import Family, ModelSpec
+from portable_dit.paths import kind_of
 from portable_dit.recipe import Recipe
 
 
@@ -20,7 +22,7 @@ def load_recipe(ref: str | Path, overrides: Mapping[str, Any] | None = None) -> 
 
     Raises RecipeError that lists every mistake in the file and in the overrides.
     """
-    ours = Path(ref).exists() or str(ref) in recipe.named_recipes()
+    ours = str(ref) in recipe.named_recipes() or kind_of(str(ref)) != "missing"
     return recipe.load_recipe(ref, overrides, folders=() if ours else _plugin_folders())
 
 
@@ -35,13 +37,103 @@ def find_family(model: str) -> Family:
 
 
 def checkpoint_folder(wish: Recipe) -> Path | None:
-    """Where the recipe's weights lie; None for random ones and for a hub id."""
-    return models.checkpoint_folder(wish.model, wish.weights, _more(wish.model))
+    """Where the recipe's weights lie; None for random ones and for a hub id that was not fetched yet."""
+    here = models.checkpoint_folder(wish.model, wish.weights, _more(wish.model))
+    if here is None and wish.weights != models.RANDOM:
+        from portable_dit.hub import cached
+
+        return cached(wish.weights)
+    return here
+
+
+def is_remote(wish: Recipe) -> bool:
+    """Whether something that the recipe names lies on a hub and is not on this machine yet."""
+    if checkpoint_folder(wish) is None:
+        return wish.weights != models.RANDOM
+    return not _component_words(wish).keys() <= component_places(wish).keys()
+
+
+def component_places(wish: Recipe) -> dict[str, Path]:
+    """Where components lie that are not among the recipe's weights, as far as they are on this machine."""
+    places = {}
+    for name, words in _component_words(wish).items():
+        place = models.local_weights(f"components.{name}", words)
+        if place is None:
+            from portable_dit.hub import cached
+
+            place = cached(words)
+        if place is not None:
+            places[name] = place
+    local = models.checkpoint_folder(wish.model, wish.weights, _more(wish.model))
+    folder = checkpoint_folder(wish)
+    if local is None and folder is not None and folder.is_dir():
+        from portable_dit.hub import elsewhere
+
+        found = elsewhere(folder, find_family(wish.model), dialect=wish.checkpoint_dialect)
+        places = {**found, **places}
+    return places
+
+
+def fetch_spec(wish: Recipe) -> ModelSpec | None:
+    """The rules and sizes of a checkpoint on a hub, for which only its small files are downloaded.
+
+    None when they do not say: single files have no configs beside them.
+    """
+    folder, places = fetch_weights(wish, configs_only=True)
+    if folder is None or not any(folder.rglob("config.json")):
+        return None
+    more, dialect = _more(wish.model), wish.checkpoint_dialect
+    try:
+        return models.read_spec(wish.model, folder, more, dialect=dialect, components=places)
+    except WeightsError:
+        return None
+
+
+def fetch_weights(wish: Recipe, *, configs_only: bool = False) -> tuple[Path | None, dict[str, Path]]:
+    """Downloads what the recipe names on a hub and is not here yet; does nothing for folders and files.
+
+    Gives where the checkpoint lies now, and the components that lie elsewhere. Raises WeightsError that says
+    why a download is not possible.
+    """
+    family = find_family(wish.model)
+    local = models.checkpoint_folder(wish.model, wish.weights, _more(wish.model))
+    elsewhere = _component_words(wish)
+    places: dict[str, Path] = {}
+    if local is None and wish.weights != models.RANDOM:
+        from portable_dit.hub import fetch_checkpoint
+
+        local, places = fetch_checkpoint(
+            wish.weights,
+            family,
+            dialect=wish.checkpoint_dialect,
+            without=tuple(elsewhere),
+            configs_only=configs_only,
+        )
+    for name, words in elsewhere.items():
+        place = models.local_weights(f"components.{name}", words)
+        if place is None:
+            from portable_dit.hub import fetch_component
+
+            place = fetch_component(words, configs_only=configs_only)
+        places[name] = place
+    return local, places
 
 
 def read_spec(wish: Recipe) -> ModelSpec:
     """The rules and sizes of the recipe's model. Raises RecipeError when model or weights mean nothing."""
-    return models.read_spec(wish.model, wish.weights, _more(wish.model))
+    return models.read_spec(
+        wish.model,
+        checkpoint_folder(wish),
+        _more(wish.model),
+        dialect=wish.checkpoint_dialect,
+        components=component_places(wish),
+    )
+
+
+def _component_words(wish: Recipe) -> dict[str, str]:
+    given = wish.components
+    words = {"dit": given.dit, "vae": given.vae, "text_encoder": given.text_encoder}
+    return {name: value for name, value in words.items() if value is not None}
 
 
 def _more(model: str) -> Sequence[Family]:

@@ -213,7 +213,8 @@ def _plugins(found: _Findings, plugins: Plugins) -> None:
             found.add(name, "ok", f"{status.origin}: {', '.join(status.devices) or 'no backend of its own'}")
         else:
             advice = "Check the driver, and which devices the environment makes visible."
-            found.add(name, "warning", f"{status.origin}: finds no device", advice)
+            why = f": {status.reason}" if status.reason else ""
+            found.add(name, "warning", f"{status.origin}: finds no device{why}", advice)
 
 
 def _backend(found: _Findings, plugins: Plugins, recipe: Recipe | None, wanted: str | None) -> None:

@@ -28,9 +28,16 @@ import torch
 from torch import Tensor
 
 from portable_dit import __version__
-from portable_dit.errors import BackendError, CancelledError, DeviceMemoryError, PortableDitError
-from portable_dit.image import Pixels, encode
-from portable_dit.loading import LoadedModel, Setup, load_model, set_up
+from portable_dit.errors import (
+    BackendError,
+    CancelledError,
+    DeviceMemoryError,
+    PortableDitError,
+    RecipeError,
+    RequestError,
+)
+from portable_dit.image import Pixels, encode, resize
+from portable_dit.loading import LoadedModel, Setup, fetch, load_model, set_up
 from portable_dit.models.spec import COMPONENTS
 from portable_dit.plan import Plan
 from portable_dit.recipe import Recipe
@@ -48,9 +55,10 @@ from portable_dit.result import (
     Started,
     Stepped,
 )
-from portable_dit.sampling import denoise, draw_noise
+from portable_dit.sampling import denoise
 
 DEFAULT_RECIPE = "cpu/h3-mini"
+KEPT = "prompt: its text states were kept from an earlier request (prompt_cache_mib)"
 
 
 def generate(
@@ -66,7 +74,7 @@ def generate(
 
     Loads the model anew each time; for more than a few calls, keep an `Engine`.
     """
-    request = Request(prompt, references=tuple(references), size=size, seed=seed, images=images)
+    request = Request(prompt, references=references, size=size, seed=seed, images=images)
     with Engine.load(recipe) as engine:
         return engine.generate(request)
 
@@ -78,6 +86,7 @@ class Engine:
         self.setup = setup
         self._loaded: LoadedModel | None = loaded
         self._drawing = threading.Lock()
+        self._drawing_thread: int | None = None
 
     @classmethod
     def load(
@@ -87,16 +96,21 @@ class Engine:
         *,
         strict: bool = False,
         on_component: Callable[[str], None] = lambda name: None,
+        on_bytes: Callable[[str, int, int], None] = lambda name, done, total: None,
     ) -> Engine:
         """The engine for a recipe (its name, its file, or itself), or for what `set_up` decided before.
 
         Whatever is wrong with the recipe is refused before a byte of weights is read. strict: a wish that
         could only be met with a change is refused too. on_component: told the name of each component as it
-        loads.
+        loads. on_bytes: told how much of it was read, and how much there is. Weights on a hub are downloaded
+        first, if they are not here.
         """
+        if isinstance(recipe, Setup) and (overrides or (strict and not recipe.strict)):
+            raise RecipeError("overrides and strict: a set-up is decided already. Give them to set_up.")
         setup = recipe if isinstance(recipe, Setup) else set_up(recipe, overrides, strict=strict)
+        setup = fetch(setup)
         with _memory_explained(setup, "loading", ""):
-            return cls(setup, load_model(setup, on_component=on_component))
+            return cls(setup, load_model(setup, on_component=on_component, on_bytes=on_bytes))
 
     @property
     def plan(self) -> Plan:
@@ -118,7 +132,7 @@ class Engine:
         """
         resolved = self._resolved(request)
         on_event(Queued())
-        with self._drawing:
+        with self._alone():
             drawing = _Drawing(self.setup, self._ready(), resolved, on_event, cancelled, previews)
             result = drawing.run()
         on_event(Finished(result))
@@ -149,12 +163,26 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of the model and gives its memory back; the engine cannot draw any more."""
-        with self._drawing:
+        with self._alone():
             loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.release()
             del loaded
             self.setup.backend.trim(self.setup.device)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One request at a time; one that is made while another's event is told would wait for itself."""
+        if self._drawing_thread == threading.get_ident():
+            raise PortableDitError(
+                "this engine is drawing, and was called from inside on_event. Call it when generate is done."
+            )
+        with self._drawing:
+            self._drawing_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._drawing_thread = None
 
     def __enter__(self) -> Engine:
         return self
@@ -168,6 +196,8 @@ class Engine:
         if isinstance(request, ResolvedRequest):
             self.setup.require_fit(request)
             return request
+        if not isinstance(request, Request | str):
+            raise RequestError(f"request: a Request or a prompt is needed, not {type(request).__name__}.")
         return self.setup.resolve(Request(request) if isinstance(request, str) else request)
 
     def _ready(self) -> LoadedModel:
@@ -206,6 +236,7 @@ class _Drawing:
         self.emit = emit
         self.cancelled = cancelled
         self.previews = previews
+        self.tile_batch = setup.plan_of(request).workload.tile_batch
         self.waiting: list[_Undeveloped] = []
         self.pictures: list[Picture] = []
 
@@ -215,8 +246,8 @@ class _Drawing:
         request = self.request
         self.emit(Started(request.images, request.steps))
         pixels = [reference.pixels for reference in request.references]
-        with self._stage("text_encode") as encode_seconds, self.loaded.on_device("text_encoder"):
-            prompt = self.model.encode_prompt(request.prompt, pixels)
+        with self._stage("text_encode") as encode_seconds:
+            prompt, was_kept = self._encode(pixels)
         self.emit(Encoded(encode_seconds[0]))
         with ThreadPoolExecutor(1, thread_name_prefix="encode") as encoder:
             for image in range(request.images):
@@ -233,9 +264,19 @@ class _Drawing:
             backend=plan.backend,
             device=plan.device,
             kernels=plan.kernels,
-            notes=self._notes(),
+            notes=(*self._notes(), *([KEPT] if was_kept else [])),
             changes=(*self.setup.changes, *request.notes, *self._uncaptured()),
         )
+
+    def _encode(self, references: Sequence[Pixels]) -> tuple[Any, bool]:
+        """The text states of the request, and whether they were kept from an earlier one."""
+        kept = self.loaded.prompts.find(self.request.prompt, references)
+        if kept is not None:
+            return kept, True
+        with self.loaded.on_device("text_encoder"):
+            states = self.model.encode_prompt(self.request.prompt, references)
+        self.loaded.prompts.keep(self.request.prompt, references, states)
+        return states, False
 
     def _draw(
         self, image: int, prompt: Any, references: Sequence[Pixels], encoder: ThreadPoolExecutor
@@ -249,8 +290,10 @@ class _Drawing:
             visiting = ("vae",) if references else ()
             with self._stage("prepare") as prepare_seconds, self.loaded.on_device(*visiting):
                 size = request.width, request.height
-                denoiser = model.prepare(prompt, references, *size, schedule, seed)
-            noise = draw_noise((1, *model.latent_shape(*size)), seed)
+                denoiser = model.prepare(
+                    prompt, references, *size, schedule, seed, tile_batch=self.tile_batch
+                )
+            noise = model.noise(*size, references, seed)
             steps = _StepClock(self, image)
             with self._stage("denoise") as denoise_seconds:
                 latents = denoise(
@@ -264,8 +307,8 @@ class _Drawing:
             del denoiser
         self._raise_if_cancelled()
         with self._stage("vae_decode") as decode_seconds, self.loaded.on_device("vae"):
-            decoded = model.decode(latents, run=self.loaded.run_tiles)
-            pixels = np.ascontiguousarray(decoded.cpu().numpy())  # [H, W, 3]
+            decoded = model.decode(latents, run=self.loaded.run_tiles, tile_batch=self.tile_batch)
+            pixels = resize(np.ascontiguousarray(decoded.cpu().numpy()), *request.output_size)  # [H, W, 3]
         self.emit(Decoded(image, decode_seconds[0]))
         seconds = {
             "prepare": prepare_seconds[0],
@@ -301,7 +344,8 @@ class _Drawing:
             "model": plan.model,
             "prompt": request.prompt,
             "seed": seed,
-            "size": f"{request.width}x{request.height}",
+            "size": "{}x{}".format(*request.output_size),
+            "drawn_size": f"{request.width}x{request.height}",
             "steps": request.steps,
             "guidance_scale": request.guidance_scale,
             "references": [
@@ -318,7 +362,13 @@ class _Drawing:
         }
 
     def _notes(self) -> tuple[str, ...]:
-        return (*self.setup.notes, *self.request.notes, *self._uncaptured())
+        request = self.request
+        drawn = request.width, request.height
+        resized = "size {}x{}: drawn at {}x{} and made smaller, as this model is meant to".format(
+            *request.output_size, *drawn
+        )
+        own = request.notes if request.output_size == drawn else (resized, *request.notes)
+        return (*self.setup.notes, *own, *self._uncaptured())
 
     def _uncaptured(self) -> tuple[str, ...]:
         """What the plan has as graphs and the backend could not capture. Strict, it is refused."""

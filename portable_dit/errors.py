@@ -7,6 +7,8 @@ running.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class PortableDitError(Exception):
     """Root of all errors that portable-dit raises on purpose."""
@@ -58,6 +60,14 @@ class CancelledError(PortableDitError):
     """A request that was stopped by whoever made it; nothing of it was written."""
 
     exit_code = 130
+
+
+def at_most(lines: Sequence[str], most: int = 20) -> str:
+    """The lines one below the other; of more than `most`, the first and how many are left out."""
+    kept = list(lines[:most])
+    if len(lines) > most:
+        kept.append(f"and {len(lines) - most:,} more")
+    return "\n".join(kept)
 
 
 def near(name: str, known: list[str] | tuple[str, ...]) -> str:

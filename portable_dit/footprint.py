@@ -8,10 +8,11 @@ weights (those of the modulation) exist only until tables were made of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from portable_dit.capabilities import Capabilities
-from portable_dit.models.spec import COMPONENTS, Bytes, ModelSpec, Numbers, Workload
+from portable_dit.layout import Layout
+from portable_dit.models.spec import COMPONENTS, DTYPE_BYTES, Bytes, ModelSpec, Numbers, Workload
 
 # A process before its model: Python, torch and this package (260 MiB resident after one small call of each
 # kind of op, torch 2.13, CPU wheel, x86-64 Linux), plus 20 MiB for a tokenizer and what the allocator keeps
@@ -22,6 +23,7 @@ HOST_RUNTIME_BYTES = 280 * 2**20
 STAGING_BLOCKS = 2
 # Allocators round up and leave gaps; a plan that needs more than this share of the memory is said not to fit.
 USABLE_SHARE = 0.97
+ONE_DEVICE = Layout()
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,12 @@ class Offload:
 
 @dataclass(frozen=True)
 class Footprint:
-    """components: each one whole. stages: bytes on one device in "load" and in each component's stage.
+    """components: the part of each that one device holds. stages: bytes on one device in "load" and in each
+    component's stage.
 
-    peak: the highest stage. host: bytes of the process on the host, `pinned` of them page-locked. The limits
-    are what the machine has; a host limit of 0 is unknown. Where device and host share memory, host equals
-    peak.
+    peak: the highest stage. host: bytes of all processes on the host, `pinned` of them page-locked. The
+    limits are what the machine has; a host limit of 0 is unknown. Where device and host share memory, host
+    equals peak.
     """
 
     components: Mapping[str, Bytes]
@@ -79,17 +82,21 @@ def measure_footprint(
     *,
     numbers: Mapping[str, Numbers],
     offload: Offload,
+    layout: Layout = ONE_DEVICE,
     device_limit: int = 0,
     extra_activations: Mapping[str, int] | None = None,
 ) -> Footprint:
-    """The footprint of one request on an unsplit model.
+    """The footprint of one request.
 
-    device_limit: bytes to plan with, 0 takes what the device has. extra_activations: by component, for
-    kernels that need more than the model itself.
+    layout: how components are split; its devices are alike. device_limit: bytes to plan with, 0 takes what a
+    device has. extra_activations: by component, for kernels that need more than the model itself.
     """
     extra = extra_activations or {}
     shared = capabilities.host_shares_memory
-    components = {name: spec.bytes_on_device(name, workload, numbers[name]) for name in COMPONENTS}
+    whole = {name: spec.bytes_on_device(name, workload, numbers[name]) for name in COMPONENTS}
+    components = _split(whole, spec, workload, numbers, layout)
+    heads_split = {"dit": layout.tensor * layout.ulysses, "text_encoder": layout.text_encoder_tensor}
+    extra = {name: -(-size // heads_split.get(name, 1)) for name, size in extra.items()}
     runtime = HOST_RUNTIME_BYTES if shared else capabilities.runtime_bytes
     pictures = 3 * workload.width * workload.height * workload.images
     stages = {"load": runtime + sum(_loading(name, components[name], offload) for name in COMPONENTS)}
@@ -104,12 +111,41 @@ def measure_footprint(
         components=components,
         stages=stages,
         peak=peak,
-        host=peak if shared else HOST_RUNTIME_BYTES + away + pictures,
-        pinned=away if capabilities.pinned_memory and not shared else 0,
+        host=peak if shared else layout.world * (HOST_RUNTIME_BYTES + away) + layout.data * pictures,
+        pinned=layout.world * away if capabilities.pinned_memory and not shared else 0,
         device_limit=device_limit or capabilities.device.total_bytes,
         host_limit=capabilities.host_bytes,
         shared=shared,
     )
+
+
+def _split(
+    whole: Mapping[str, Bytes],
+    spec: ModelSpec,
+    workload: Workload,
+    numbers: Mapping[str, Numbers],
+    layout: Layout,
+) -> dict[str, Bytes]:
+    """What one device holds of each component.
+
+    Tensor parallel divides the weights of blocks and leaves rows whole. Sequence parallel divides the rows,
+    holds all weights, and has what it sends beside what it receives while heads are exchanged. Tiles on more
+    devices save time but no memory, since one of them puts the picture together.
+    """
+    dit = _with_split_blocks(whole["dit"], layout.tensor)
+    sequence = layout.ulysses * layout.ring
+    if sequence > 1:
+        rows = -(-spec.rows(workload) // sequence)
+        inner = spec.num_heads * spec.head_dim // layout.tensor
+        exchanged = 4 * rows * inner * DTYPE_BYTES[numbers["dit"].dtype]  # queries, keys, values, result
+        dit = replace(dit, activations=-(-dit.activations // sequence) + exchanged)
+    text = _with_split_blocks(whole["text_encoder"], layout.text_encoder_tensor)
+    return {**whole, "dit": dit, "text_encoder": text}
+
+
+def _with_split_blocks(size: Bytes, degree: int) -> Bytes:
+    block = -(-size.block // degree)
+    return replace(size, weights=size.weights - (size.block - block) * size.num_blocks, block=block)
 
 
 def _resident_blocks(name: str, size: Bytes, offload: Offload) -> int:

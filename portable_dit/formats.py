@@ -108,6 +108,21 @@ class Encoded:
             )
 
 
+@dataclass(frozen=True)
+class QuantizedRows:
+    """The input of a linear layer, quantised by the seam that made it instead of by the layer.
+
+    It stands for a tensor of shape [..., K] and dtype: values [M, K] and scales as the layer's kernel takes
+    them. It goes from one module straight into the next; nothing else knows it.
+    """
+
+    format: Format
+    values: Tensor
+    scales: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def format_named(name: str) -> Format:
     """The format of that name; BackendError with the near name otherwise."""
     if name not in FORMATS:

@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import stat
 import struct
 import warnings
 import zlib
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portable_dit.errors import ImageError, OutputError, near
+from portable_dit.paths import kind_of
 from portable_dit.png import encode_png
 
 if TYPE_CHECKING:
@@ -110,18 +112,21 @@ def check_writable(path: Path, *, most_bytes: int = 0) -> None:
 
     Tried by really creating a file beside it, since modes and mounts say less than the system's answer.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
+    kind = kind_of(path)
+    if kind == "folder":
         raise OutputError(f"{path}: a folder, and -o names a file. Try {path / 'out.png'}.")
-    if target.exists() and not target.is_file():
+    if kind == "other":
         raise OutputError(f"{path}: a device or pipe, which a rename would replace. Name a regular file.")
-    if not target.parent.is_dir():
+    target = _real(path)
+    if kind_of(target.parent) == "missing":
         raise OutputError(
             f"{path}: the folder {target.parent} does not exist. Make it first: mkdir -p {target.parent}"
         )
     with _part_file(target) as (part, handle):
         os.close(handle)
         part.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            target.stat()  # raises for a name that is too long for the file system
     free = _free_bytes(target.parent)
     if free is not None and free < most_bytes:
         raise OutputError(
@@ -131,18 +136,30 @@ def check_writable(path: Path, *, most_bytes: int = 0) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file under its name, or nothing: written beside it under another name, then renamed."""
-    target = Path(os.path.realpath(path))
+    """The whole file under its name, or nothing: written beside it under another name, then renamed.
+
+    A file that is replaced keeps its mode.
+    """
+    target = _real(path)
     with _part_file(target) as (part, handle):
         with os.fdopen(handle, "wb") as file:
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(part, stat.S_IMODE(target.stat().st_mode))
             file.write(data)
         os.replace(part, target)
+
+
+def _real(path: Path) -> Path:
+    """The file that is meant, links followed, since a rename would replace the link."""
+    if "\0" in str(path):
+        raise OutputError(f"{path}: a file's name cannot hold NUL. Choose another.")
+    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
 def _part_file(target: Path) -> Iterator[tuple[Path, int]]:
     """A new hidden file beside the target and its descriptor; gone if anything goes wrong, or on Ctrl-C."""
-    part = target.with_name(f".{target.name[:100]}.{os.getpid()}-{os.urandom(4).hex()}.part")
+    part = target.with_name(f".portable-dit-{os.getpid()}-{os.urandom(4).hex()}.part")
     try:
         try:
             handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -152,8 +169,8 @@ def _part_file(target: Path) -> Iterator[tuple[Path, int]]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise OutputError(
-            f"{target}: cannot be written in {target.parent} ({reason}). "
-            "Nothing was left there; choose a folder that you may write to and that has room."
+            f"{target}: cannot be written in {target.parent} ({reason}). Nothing was left there; choose a "
+            "folder that you may write to and that has room, and a shorter name if it is the name."
         ) from error
 
 
@@ -212,7 +229,8 @@ def _parsed(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(text)
-    except ValueError:
+        json.dumps(record, allow_nan=False)  # what Python reads beyond JSON, others could not read again
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and "version" in record else None
 
@@ -229,7 +247,7 @@ def read_image(source: Path | bytes, *, name: str | None = None) -> ReadImage:
 
     name = name or (str(source) if isinstance(source, Path) else "image")
     with _opened(source, name) as image:
-        _check_size(image.size, name)
+        check_size(image.size, name)
         notes = []
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format != "MPO":  # a phone's MPO holds a small preview of the same picture
@@ -260,12 +278,7 @@ def _opened(source: Path | bytes, name: str) -> Iterator[PillowImage.Image]:
         importlib.import_module(f"PIL.{plugin}ImagePlugin")  # importing registers the format
     Image.preinit()
     if isinstance(source, Path):
-        if source.is_dir():
-            raise ImageError(f"{name}: a folder, and an image file is needed. Name a file in it.")
-        if not source.exists():
-            raise ImageError(f"{name}: no such file. Check the path; it is taken from {Path.cwd()}.")
-        if not source.is_file():
-            raise ImageError(f"{name}: a device or pipe. Save the image to a regular file first.")
+        _require_file(source, name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own rule below is stricter
@@ -291,7 +304,20 @@ def _opened(source: Path | bytes, name: str) -> Iterator[PillowImage.Image]:
         ) from error
 
 
-def _check_size(size: tuple[int, int], name: str) -> None:
+def _require_file(path: Path, name: str) -> None:
+    kind = kind_of(path)
+    if kind == "folder":
+        raise ImageError(f"{name}: a folder, and an image file is needed. Name a file in it.")
+    if kind == "missing" and "://" in name:
+        raise ImageError(f"{name}: an address, and nothing is downloaded. Save the image to a file first.")
+    if kind == "missing":
+        raise ImageError(f"{name}: no such file. Check the path; it is taken from {Path.cwd()}.")
+    if kind == "other":
+        raise ImageError(f"{name}: a device or pipe. Save the image to a regular file first.")
+
+
+def check_size(size: tuple[int, int], name: str) -> None:
+    """Raise ImageError for a reference image of more pixels, or with a longer side, than is read."""
     width, height = size
     if max(size) > MAX_REFERENCE_SIDE or width * height > MAX_REFERENCE_PIXELS:
         raise ImageError(f"{name}: {width}x{height} pixels. {_size_rule()}")
@@ -313,7 +339,7 @@ def _to_rgb(image: PillowImage.Image, name: str, notes: list[str]) -> Pixels:
     from PIL import Image
 
     if image.mode.startswith("I"):
-        image = _grey_from_wide(image, name)
+        image = _grey_from_wide(image, name, notes)
     elif image.mode == "F":
         raise ImageError(
             f"{name}: floating-point pixels, which have no agreed white. Export it as 8 or 16 bit."
@@ -328,7 +354,7 @@ def _to_rgb(image: PillowImage.Image, name: str, notes: list[str]) -> Pixels:
     return np.array(image.convert("RGB"), dtype=np.uint8)
 
 
-def _grey_from_wide(image: PillowImage.Image, name: str) -> PillowImage.Image:
+def _grey_from_wide(image: PillowImage.Image, name: str, notes: list[str]) -> PillowImage.Image:
     """Grey of 16 bits, or 16 bits in a 32-bit frame, as 8 bits: 65535 is white."""
     from PIL import Image
 
@@ -337,4 +363,8 @@ def _grey_from_wide(image: PillowImage.Image, name: str) -> PillowImage.Image:
         raise ImageError(
             f"{name}: 32-bit integer pixels, which have no agreed white. Export it as 8 or 16 bit."
         )
+    clear = values == image.info.get("transparency", -1)  # PNG may call one grey transparent
+    if clear.any():
+        notes.append(f"{name}: transparency was laid over white.")
+        values = np.where(clear, 65_535, values)
     return Image.fromarray(((values + 128) // 257).astype(np.uint8))

@@ -8,14 +8,24 @@ cannot be met is refused by the first, before the second touches a byte.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable_dit.capabilities import Capabilities, Device
-from portable_dit.catalog import checkpoint_folder, find_family, load_recipe, read_spec
-from portable_dit.errors import BackendError, DoesNotFitError, RequestError, WeightsError
+from portable_dit.catalog import (
+    checkpoint_folder,
+    fetch_spec,
+    fetch_weights,
+    find_family,
+    is_remote,
+    load_recipe,
+    read_spec,
+)
+from portable_dit.errors import BackendError, DoesNotFitError, RecipeError, RequestError, WeightsError
 from portable_dit.models import RANDOM
 from portable_dit.models.spec import (
     COMPONENTS,
@@ -37,7 +47,10 @@ if TYPE_CHECKING:
     from portable_dit.backend import Backend
     from portable_dit.graphs import Graphs
     from portable_dit.offload import ComponentOffload, LayerOffload
+    from portable_dit.prompt_cache import PromptCache
+    from portable_dit.safetensors_file import StoredTensor
     from portable_dit.sampling import BlockRunner
+    from portable_dit.weight_cache import CachedWeights
     from portable_dit.weights import Checkpoint
 
 HOST = "cpu"  # what torch calls the memory that offloaded weights rest in
@@ -74,18 +87,20 @@ class Setup:
 
     def require_fit(self, request: ResolvedRequest) -> None:
         """Raises DoesNotFitError when this request needs more memory than there is."""
+        _require_fit(self.plan_of(request))
+
+    def plan_of(self, request: ResolvedRequest) -> Plan:
+        """The plan as it is for this request, whose memory may differ from that of the default picture."""
         workload = Workload(
             width=request.width,
             height=request.height,
             prompt_tokens=self.spec.prompt_tokens,
             reference_sizes=tuple(reference.size for reference in request.references),
         )
-        plan = self.plan
-        if workload != plan.workload:
-            kernels = self.backend.kernel_lists()
-            strict = self.strict
-            plan = make_plan(self.recipe, self.spec, self.capabilities, kernels, workload, strict=strict)
-        _require_fit(plan)
+        if workload == self.plan.workload:
+            return self.plan
+        kernels, strict = self.backend.kernel_lists(), self.strict
+        return make_plan(self.recipe, self.spec, self.capabilities, kernels, workload, strict=strict)
 
 
 def resolve_request(
@@ -110,17 +125,40 @@ def set_up(
     """The decisions for a recipe, or one error that says all that is wrong with it. Loads nothing."""
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
+    elif overrides:
+        raise RecipeError("overrides: this recipe is loaded already. Give them to load_recipe.")
     spec = read_spec(recipe)
     backend = select_backend(recipe.device.backend)
     device = backend.devices()[0]
     capabilities = backend.capabilities(device)
     plan = make_plan(recipe, spec, capabilities, backend.kernel_lists(), strict=strict)
+    _require_one_process(recipe, plan)
+    require_packages(spec)
     return Setup(recipe, find_family(recipe.model), spec, backend, device, capabilities, plan, strict)
+
+
+def fetch(setup: Setup) -> Setup:
+    """The setup with its weights on this machine: downloaded if they are on a hub and not here yet.
+
+    What was decided from published sizes is decided anew from the checkpoint's own configs, which come first,
+    so that what does not fit is refused before the weights are downloaded.
+    """
+    if setup.recipe.weights == RANDOM or not is_remote(setup.recipe):
+        return setup
+    spec = fetch_spec(setup.recipe)
+    if spec is not None:
+        kernels = setup.backend.kernel_lists()
+        _require_fit(make_plan(setup.recipe, spec, setup.capabilities, kernels, strict=setup.strict))
+    fetch_weights(setup.recipe)
+    return set_up(setup.recipe, strict=setup.strict)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model with its weights, the calls that are captured, and the components that visit the device."""
+    """A model with its weights, the calls that are captured, and the components that visit the device.
+
+    prompts: text states of earlier requests.
+    """
 
     model: Model
     graphs: Graphs
@@ -128,6 +166,7 @@ class LoadedModel:
     visitors: Mapping[str, ComponentOffload]
     streamed: tuple[LayerOffload, ...]
     bytes_read: int
+    prompts: PromptCache
 
     @property
     def run_blocks(self) -> BlockRunner:
@@ -156,11 +195,20 @@ class LoadedModel:
             layers.remove()
 
 
-def load_model(setup: Setup, *, on_component: Callable[[str], None] = lambda name: None) -> LoadedModel:
-    """The model of a setup, ready to draw. on_component: told each component's name as its turn comes."""
+def load_model(
+    setup: Setup,
+    *,
+    on_component: Callable[[str], None] = lambda name: None,
+    on_bytes: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> LoadedModel:
+    """The model of a setup, ready to draw. on_component: told each component's name as its turn comes.
+
+    on_bytes: told the bytes of it that were read, and how many there are.
+    """
     import torch
 
     from portable_dit.graphs import Graphs
+    from portable_dit.prompt_cache import PromptCache
 
     _require_fit(setup.plan)
     checkpoint = _open_checkpoint(setup)
@@ -174,14 +222,21 @@ def load_model(setup: Setup, *, on_component: Callable[[str], None] = lambda nam
         on_component(name)
         module = model.component(name)
         _quantize(module, name, setup)
-        bytes_read += _fill(model, name, checkpoint, setup)
+        bytes_read += _fill(model, name, checkpoint, setup, partial(on_bytes, name))
         _require_quantized(module, name, setup)
         _bind(module, name, setup)
     model.finish_loading(model.schedule(plan.steps or spec.steps[0]))
     visitors, streamed = _offload(model, setup)
     setup.backend.synchronize(setup.device)
     graphs = Graphs(setup.backend, max_live=setup.capabilities.graphs.max_live)
-    return LoadedModel(model, graphs, plan.graphs, visitors, streamed, bytes_read)
+    prompts = PromptCache(setup.recipe.prompt_cache_mib << 20, _encoder_identity(setup))
+    return LoadedModel(model, graphs, plan.graphs, visitors, streamed, bytes_read, prompts)
+
+
+def _encoder_identity(setup: Setup) -> str:
+    """What tells this text encoder's states from those of another set-up."""
+    plan, name = setup.plan, "text_encoder"
+    return repr((plan.model, setup.recipe.weights, plan.dtype[name], plan.formats[name], plan.choices(name)))
 
 
 def _uninitialised() -> AbstractContextManager[object]:
@@ -202,6 +257,24 @@ def _uninitialised() -> AbstractContextManager[object]:
             return function(*args, **named)
 
     return Uninitialised()
+
+
+def require_packages(spec: ModelSpec) -> None:
+    """Raises RecipeError when a package that the model runs on is not installed here."""
+    for module, advice in spec.requires.items():
+        if find_spec(module) is None:
+            raise RecipeError(
+                f"model: {spec.id} runs on the package {module}, which is not installed. Type: {advice}"
+            )
+
+
+def _require_one_process(recipe: Recipe, plan: Plan) -> None:
+    """Layouts of several devices can be planned before they can be run."""
+    if plan.layout.world > 1 or recipe.executor != "inline":
+        raise RecipeError(
+            f"executor={recipe.executor}, {plan.layout.world} devices: this version plans such a layout but "
+            "runs on one device. See it with `portable-dit plan`, or run a recipe with executor=inline."
+        )
 
 
 def _require_fit(plan: Plan) -> None:
@@ -252,32 +325,54 @@ def _open_checkpoint(setup: Setup) -> Checkpoint | None:
     folder = checkpoint_folder(recipe)
     if folder is None:
         raise WeightsError(
-            f"weights: {recipe.weights}: not on this machine, and nothing is downloaded while loading. "
-            f"Fetch it first (hf download {recipe.weights} --local-dir FOLDER), then --set weights=FOLDER."
+            f"weights: {recipe.weights}: not on this machine, and this setup was not fetched. Call "
+            "portable_dit.loading.fetch first, or load it with Engine.load, which does."
         )
     return Checkpoint.open(folder)
 
 
-def _fill(model: Model, name: str, checkpoint: Checkpoint | None, setup: Setup) -> int:
+def _fill(
+    model: Model,
+    name: str,
+    checkpoint: Checkpoint | None,
+    setup: Setup,
+    on_bytes: Callable[[int, int], None],
+) -> int:
     """Weights into a component, each tensor where it rests; gives the bytes read."""
-    from portable_dit.weights import fill_random, load_component
+    from portable_dit.weights import fill_random, load_component, marker_texts
 
     module, family = model.component(name), setup.family
     device = _resting_place(model, name, setup)
     if checkpoint is None:
         fill_random(module, device=device)
         return 0
-    stored = checkpoint.tensors(family.folder(name))
+    place = checkpoint.folder / family.place(name, setup.spec)
+    stored = checkpoint.tensors(place)
     shapes = {key: tensor.shape for key, tensor in stored.items()}
-    tensor_map = family.tensor_map(name, shapes, setup.spec)
-    return load_component(
-        module,
-        stored,
-        sources=tensor_map.sources,
-        unused=tensor_map.unused,
-        device=device,
-        title=str(checkpoint.folder / family.folder(name)),
-    )
+    tensor_map = family.tensor_map(name, shapes, setup.spec, texts=marker_texts(stored))
+    with _cached(module, stored, name, place, setup) as cache:
+        return load_component(
+            module,
+            stored,
+            sources=tensor_map.sources,
+            unused=tensor_map.unused,
+            device=device,
+            title=str(place),
+            cache=cache,
+            on_bytes=on_bytes,
+        )
+
+
+def _cached(
+    module: nn.Module, stored: Mapping[str, StoredTensor], name: str, place: Path, setup: Setup
+) -> AbstractContextManager[CachedWeights | None]:
+    """The cache entry of a quantised component, None when the recipe wants none."""
+    format = setup.plan.formats[name]
+    if not setup.recipe.cache or format is None:
+        return nullcontext()
+    from portable_dit.weight_cache import CachedWeights
+
+    return CachedWeights(module, stored, title=f"{place} as {format}")
 
 
 def _resting_place(model: Model, name: str, setup: Setup) -> Callable[[str], str]:
@@ -298,7 +393,8 @@ def _resting_place(model: Model, name: str, setup: Setup) -> Callable[[str], str
 def _bind(module: nn.Module, name: str, setup: Setup) -> None:
     from portable_dit.bind import bind
 
-    bind(module, setup.backend, setup.plan.choices(name))
+    producers = setup.spec.producers if name == "dit" else ()
+    bind(module, setup.backend, setup.plan.choices(name), producers=producers)
 
 
 def _offload(model: Model, setup: Setup) -> tuple[dict[str, ComponentOffload], tuple[LayerOffload, ...]]:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from portable_dit.capabilities import Capabilities
 from portable_dit.errors import UserError
+from portable_dit.paths import read_at_most
 
 MAX_BYTES = 256 * 1024
 
@@ -19,12 +20,11 @@ MAX_BYTES = 256 * 1024
 def load_machine(path: str | Path) -> Capabilities:
     """The capabilities in a JSON file. Raises UserError that lists every mistake in it."""
     try:
-        size = Path(path).stat().st_size
-        text = Path(path).read_bytes() if size <= MAX_BYTES else b""
+        text = read_at_most(path, MAX_BYTES)
     except OSError as error:
         raise UserError(f"machine {path}: the file cannot be read: {error.strerror}.") from error
-    if size > MAX_BYTES:
-        raise UserError(f"machine {path}: {size:,} bytes; a machine file has at most {MAX_BYTES:,}.")
+    if len(text) > MAX_BYTES:
+        raise UserError(f"machine {path}: over {MAX_BYTES:,} bytes; a machine file has less.")
     try:
         return _adapter().validate_json(text, strict=True)
     except ValidationError as error:

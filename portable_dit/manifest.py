@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from portable_dit.errors import WeightsError
@@ -58,8 +58,10 @@ def read_manifest(folder: Path) -> dict[str, ManifestEntry] | None:
         return None
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        if any(".." in PurePosixPath(name).parts or name.startswith("/") for name in files):
+            raise ValueError("it names files outside the folder")
         return {name: ManifestEntry(entry["sha256"], int(entry["bytes"])) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{path}: not a manifest ({error!r}). Restore it from the checkpoint.") from error
 
 
@@ -73,7 +75,7 @@ def verify(folder: str | Path, *, on_file: Callable[[str], None] = lambda name: 
         raise WeightsError(f"{root}: no such folder. Name a checkpoint folder, or builtin.")
     manifest = read_manifest(root)
     weights = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.safetensors"))
-    if not weights and not manifest:
+    if not weights and manifest is None:
         raise WeightsError(f"{root}: holds neither {MANIFEST} nor a .safetensors file. Is it a checkpoint?")
     names = sorted({*weights, *(manifest or {})})
     problems: list[str] = []
@@ -81,7 +83,7 @@ def verify(folder: str | Path, *, on_file: Callable[[str], None] = lambda name: 
     for name in names:
         on_file(name)
         problem = file_problem(root, name, manifest[name]) if manifest and name in manifest else None
-        if manifest and name not in manifest:
+        if manifest is not None and name not in manifest:
             problem = f"{name}: not in {MANIFEST}"
         if problem is None and name.endswith(".safetensors"):
             problem, count = _tensor_problem(root / name)

@@ -20,7 +20,7 @@ from portable_dit.errors import RecipeError
 from portable_dit.footprint import Footprint, Offload, measure_footprint
 from portable_dit.kernel_choice import PLAIN, Choices, Refusal, choose_kernels
 from portable_dit.layout import Layout, layout_problems
-from portable_dit.models.spec import COMPONENTS, ModelSpec, Numbers, Workload
+from portable_dit.models.spec import COMPONENTS, TILE_BATCH, ModelSpec, Numbers, Workload
 from portable_dit.recipe import Recipe
 from portable_dit.recipe_rules import (
     Findings,
@@ -130,12 +130,12 @@ def make_plan(
         measure_footprint,
         spec,
         capabilities,
-        workload,
         numbers=numbers,
+        layout=layout,
         device_limit=round((recipe.device.memory_gib or 0) * GIB),
         extra_activations=_scores(spec, workload, choices, dtype),
     )
-    size = measure(offload=offload)
+    workload, size = _with_tiles_that_fit(workload, lambda w: measure(w, offload=offload), found)
     return Plan(
         model=spec.id,
         backend=capabilities.device.backend,
@@ -154,10 +154,24 @@ def make_plan(
         notes=tuple(found.notes),
         refusals=tuple(choices.refusals),
         bytes=size,
-        verdict=_verdict(size, lambda other: measure(offload=other), offload),
+        verdict=_verdict(size, lambda other: measure(workload, offload=other), offload),
         values=MappingProxyType(recipe.values()),
         provenance=recipe.provenance,
     )
+
+
+def _with_tiles_that_fit(
+    workload: Workload, measure: Callable[[Workload], Footprint], found: Findings
+) -> tuple[Workload, Footprint]:
+    """The workload with as many tiles at once as fit beside the rest, and its footprint."""
+    size = measure(workload)
+    while not size.fits_device and size.peak_stage == "vae" and workload.tile_batch > 1:
+        workload = replace(workload, tile_batch=workload.tile_batch // 2)
+        size = measure(workload)
+    if workload.tile_batch < TILE_BATCH:
+        text = f"the VAE takes {workload.tile_batch} tiles at once instead of {TILE_BATCH}, to fit"
+        found.note("tiles", text)
+    return workload, size
 
 
 def _layout(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings) -> Layout:

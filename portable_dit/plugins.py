@@ -29,7 +29,10 @@ BUILT_IN = "cpu"
 
 @dataclass(frozen=True)
 class PluginStatus:
-    """What became of one plugin. backends: ids that it brought. devices: names of the devices it found."""
+    """What became of one plugin. backends: ids that it brought. devices: names of the devices it found.
+
+    reason: why it cannot be used, or, for one that is ok, why it found no device.
+    """
 
     name: str
     origin: str
@@ -79,7 +82,8 @@ def load_plugins() -> Plugins:
         devices, trouble = ((), None) if reason else _devices_of(brought)
         reason = reason or trouble
         ids = tuple(backend.id for backend in brought)
-        status.append(PluginStatus(name, origin, reason is None, reason, ids, devices))
+        absence = None if reason or devices else _absence_of(brought)
+        status.append(PluginStatus(name, origin, reason is None, reason or absence, ids, devices))
         if reason is None:
             loaded.append(_Loaded(name, module))
             backends |= {backend.id: backend for backend in brought}
@@ -118,8 +122,10 @@ def _by_name(name: str, plugins: Plugins) -> Backend:
         raise BackendError(f"backend {name!r} is not installed.{extra}{near(name, list(plugins.backends))}")
     backend = plugins.backends[name]
     if not backend.devices():
+        reason, trouble = attempt(backend.absence)
+        why = f": {reason or trouble}" if reason or trouble else ""
         raise BackendError(
-            f"backend {name!r} was asked for and finds no device here. "
+            f"backend {name!r} was asked for and finds no device here{why}. "
             "Run `portable-dit doctor` for what it looked for, or name another backend."
         )
     return backend
@@ -201,6 +207,12 @@ def _devices_of(backends: Sequence[Backend]) -> tuple[tuple[str, ...], str | Non
             return (), f"devices() of backend {backend.id!r} raised {reason}"
         names += [device.name for device in devices or []]
     return tuple(names), None
+
+
+def _absence_of(backends: Sequence[Backend]) -> str | None:
+    """Why backends without devices have none, as far as they know."""
+    asked = (attempt(backend.absence) for backend in backends)
+    return "; ".join(why for known, trouble in asked for why in (known, trouble) if why) or None
 
 
 def _with_additions(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from portable_dit.backend import Backend, LinearKernel
 from portable_dit.capabilities import Capabilities, LinearRequest
 from portable_dit.errors import BackendError, WeightsError
-from portable_dit.formats import Encoded, encode, format_named
+from portable_dit.formats import Encoded, QuantizedRows, encode, format_named
 from portable_dit.models.spec import matches
 
 
@@ -70,11 +70,15 @@ class QuantizedLinear(nn.Module):
         """Bytes of the packed weight; 0 until one was accepted."""
         return sum(getattr(self, name).nbytes for name in self.packed_names)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""
-        rows = x.reshape(-1, self.in_features)  # [M, K]
         packed = {name.removeprefix("packed_"): getattr(self, name) for name in self.packed_names}
         assert packed, "no weight was accepted"
+        if isinstance(x, QuantizedRows):
+            assert x.format == self.kernel.format, "bound to a layer of another format"
+            out = self.kernel.apply_quantized(x.values, x.scales, packed, self.bias, x.dtype)
+            return out.view(*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features)  # [M, K]
         if rows.shape[0] == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
         return self.kernel.apply(rows, packed, self.bias).view(*x.shape[:-1], self.out_features)

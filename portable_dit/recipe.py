@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, ValidationError
 
-from portable_dit.errors import RecipeError, near
+from portable_dit.errors import RecipeError, at_most, near
+from portable_dit.paths import kind_of
 from portable_dit.yaml_lines import Document, Mistake, read_document
 
 Provenance = Literal["default", "recipe", "flag"]
@@ -26,6 +27,7 @@ Format = Literal[
 ]
 Placement = Literal["none", "component", "layerwise"]
 Switch = Literal["auto", True, False]
+Dialect = Literal["auto", "original", "diffusers", "comfy"]
 Executor = Literal["inline", "mp", "torchrun", "ray"]
 FORMATS: tuple[str, ...] = get_args(Format)
 
@@ -62,6 +64,15 @@ class QuantizationSection(Section):
     """Number format of the VAE's linear layers."""
     keep: Globs | None = None
     """Names or globs of layers that are never quantised; null takes the model's own list."""
+
+
+class ComponentsSection(Section):
+    dit: Text | None = None
+    """Folder, .safetensors file or hub id of the DiT's weights, when they are not among `weights`."""
+    vae: Text | None = None
+    """The same for the VAE."""
+    text_encoder: Text | None = None
+    """The same for the text encoder; a hub id may end in :folder/inside."""
 
 
 class LayoutSection(Section):
@@ -121,7 +132,13 @@ class Recipe(Section):
     model: Text
     """Which model: h3-mini, h3-image, ..."""
     weights: Text = "builtin"
-    """builtin (shipped in the package), random (right shapes, no meaning), a folder, or a hub id."""
+    """builtin (shipped in the package), random (right shapes, no meaning), a folder, a .safetensors file,
+    or a hub id, which may pin a revision: ORG/NAME@REVISION."""
+    components: ComponentsSection = ComponentsSection()
+    checkpoint_dialect: Dialect = "auto"
+    """How the checkpoint names and orders its tensors; auto reads it off the names, where they tell."""
+    cache: bool = False
+    """Keep quantised weights on disk for the next load; see `portable-dit weights cache`."""
     device: DeviceSection = DeviceSection()
     precision: Precision = "auto"
     """Activation type; auto is bfloat16 where the device computes in it, else float32."""
@@ -132,6 +149,9 @@ class Recipe(Section):
     """auto, or the id of one attention kernel, as `portable-dit plan` lists them."""
     graphs: GraphsSection = GraphsSection()
     sampling: SamplingSection = SamplingSection()
+    prompt_cache_mib: Annotated[int, Field(ge=0, le=65_536)] = 64
+    """Host memory for text states of earlier prompts, which are then not encoded again; 0 keeps none. Bench
+    keeps none unless this is given."""
     executor: Executor = "inline"
     """inline = this process; mp, torchrun, ray = one process per device."""
     measured: dict[str, JsonValue] = {}
@@ -148,6 +168,7 @@ class Recipe(Section):
         not words for people, nor figures of any kind.
         """
         words: Any = {"description": True, "measured": True, "reference": True, "device": {"name": True}}
+        words |= {"cache": True, "prompt_cache_mib": True}
         content = self.model_dump(mode="json", exclude=words)
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -184,10 +205,15 @@ def make_recipe(values: Mapping[str, Any], overrides: Mapping[str, Any] | None =
 
 def find_recipe(ref: str | Path, folders: Sequence[Path] = ()) -> Path:
     """The file that a path or a name means. Raises RecipeError with the near name if there is none."""
+    if not isinstance(ref, str | Path):
+        raise RecipeError(
+            f"recipe: a name or a path is needed, not {type(ref).__name__}. make_recipe takes nested data."
+        )
     path = Path(ref)
-    if path.is_dir():
+    kind = kind_of(path)
+    if kind == "folder":
         raise RecipeError(f"recipe {ref}: this is a folder. Name one of the .yaml files in it.")
-    if path.exists():
+    if kind != "missing":
         return path
     named = named_recipes(folders)
     if str(ref) in named:
@@ -225,7 +251,8 @@ def check_recipe(document: Document, overrides: Mapping[str, Any] | None, *, tit
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
-        mistakes += _explain(error, document, overrides)
+        told = {mistake.key for mistake in mistakes if mistake.key}
+        mistakes += [found for found in _explain(error, document, overrides) if found.key not in told]
     if mistakes:
         raise _error(title, mistakes)
     recipe._flags = frozenset(overrides)
@@ -256,6 +283,8 @@ def _copy(data: Any) -> Any:
 
 def _put(data: dict[str, Any], key: str, value: Any) -> list[Mistake]:
     """Writes a dotted override into the nested data; what is in the way is the mistake returned."""
+    if not isinstance(key, str):
+        return [Mistake(repr(key), None, "a key must be text, as in 'layout.tensor'")]
     *above, last = key.split(".")
     for depth, name in enumerate(above):
         inner = data.setdefault(name, {})
@@ -289,7 +318,8 @@ def _why(key: str, item: Any) -> str:
     if kind == "missing":
         return "missing. Every recipe says it, for example `model: h3-mini`" if key == "model" else "missing"
     if kind == "literal_error":
-        return f"{_show(value)} is not one of {facts['expected'].replace(' or ', ', ')}"
+        expected = facts["expected"].replace(" or ", ", ").replace("True", "true").replace("False", "false")
+        return f"{_show(value)} is not one of {expected}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"{_show(value)} must be a mapping of `key: value` lines"
     if kind == "string_too_short":
@@ -326,4 +356,4 @@ def _show(value: Any) -> str:
 def _error(title: str, mistakes: list[Mistake]) -> RecipeError:
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     ordered = sorted(mistakes, key=lambda m: (m.line is None, m.line or 0))
-    return RecipeError(f"recipe {title}: {count}\n" + "\n".join(f"  {mistake}" for mistake in ordered))
+    return RecipeError(f"recipe {title}: {count}\n" + at_most([f"  {mistake}" for mistake in ordered]))

@@ -16,7 +16,7 @@ from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload, matches
 from portable_dit.recipe import Recipe
 from portable_dit.request import size_problem
 
-EXECUTORS = ("inline",)  # what can run a plan now; the others start one process per device
+EXECUTORS = ("inline", "mp")  # what a plan can be made for: this process, or one per device of this host
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, fou
         )
     if recipe.executor not in EXECUTORS:
         found.problems.append(
-            f"executor={recipe.executor}: cannot start in this version, which runs on one device. "
-            f"Say executor={EXECUTORS[0]}."
+            f"executor={recipe.executor}: not in this version, which plans for one host. "
+            f"Say executor={' or '.join(EXECUTORS)}."
         )
     elif recipe.executor == "inline" and layout.world > 1:
         found.problems.append(

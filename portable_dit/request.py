@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from portable_dit.errors import ImageError, RequestError, near
-from portable_dit.image import FORMATS, Pixels, ReadImage, read_image, resize
+from portable_dit.image import FORMATS, Pixels, ReadImage, check_size, read_image, resize
 
 if TYPE_CHECKING:
-    from portable_dit.models.spec import ModelSpec, SizeRules
+    from portable_dit.models.spec import ModelSpec, SizeRules, Tier
 
 MAX_IMAGES = 128
 MAX_SEED = 2**63 - 1
@@ -35,21 +36,23 @@ class Request:
     """What to draw. None means the model's own default.
 
     size: width, height; without one, an edit has that of its first reference, as far as the model draws it.
-    aspect_ratio: "16:9", at the model's default area; not together with size. seed: of the first image; image
-    k uses seed + k. references: paths, file bytes or uint8 RGB [H, W, 3], in the order that prompts call
-    them. format: png, jpeg or webp encodes the files while the next image is drawn; None leaves that to
-    `save`.
+    aspect_ratio: "16:9", at the model's default area, or at that of `resolution`, "1K", "2K" or "4K"; not
+    together with size. resolution alone keeps the ratio of the first reference, else that of the default.
+    seed: of the first image; image k uses seed + k. references: paths, file bytes or uint8 RGB [H, W, 3], in
+    the order that prompts call them. format: png, jpeg or webp encodes the files while the next image is
+    drawn; None leaves that to `save`.
     """
 
     prompt: str
     _: KW_ONLY
     size: tuple[int, int] | None = None
     aspect_ratio: str | None = None
+    resolution: str | None = None
     steps: int | None = None
     guidance_scale: float | None = None
     seed: int = 0
     images: int = 1
-    references: tuple[ReferenceSource, ...] = ()
+    references: Sequence[ReferenceSource] = ()
     format: str | None = None
 
 
@@ -69,11 +72,16 @@ class Reference:
 
 @dataclass(frozen=True, eq=False)
 class ResolvedRequest:
-    """A request with every default filled in and every reference read; what the engine draws from."""
+    """A request with every default filled in and every reference read; what the engine draws from.
+
+    width, height: of the canvas that is drawn. output_size: (width, height) of the picture that is given,
+    smaller where a model draws small pictures large and resizes them.
+    """
 
     prompt: str
     width: int
     height: int
+    output_size: tuple[int, int]
     steps: int
     guidance_scale: float | None
     seed: int
@@ -82,13 +90,24 @@ class ResolvedRequest:
     format: str | None
     notes: tuple[str, ...]
 
+    def without_pixels(self) -> ResolvedRequest:
+        """The same to plan with: references keep their sizes and are black at no cost of memory."""
+        black = np.zeros((), np.uint8)
+        kept = (replace(r, pixels=np.broadcast_to(black, r.pixels.shape)) for r in self.references)
+        return replace(self, references=tuple(kept))
+
 
 def validate_request(request: Request, spec: ModelSpec) -> ResolvedRequest:
     """The request with the model's defaults filled in. Raises RequestError that lists every problem."""
     problems = _prompt_problems(request.prompt, spec)
     problems += _number_problems(request, spec)
     images, notes = _read_references(request.references, spec, problems)
-    width, height = _canvas(request, spec, images, problems, notes)
+    width, height = output = _output_size(request, spec, images, problems, notes)
+    tier = None if problems else _tier(request, spec.sizes, problems)
+    if tier is not None:
+        output = width // tier.shrink, height // tier.shrink
+    elif not problems:
+        width, height = spec.sizes.enlarged(width, height)
     if problems:
         raise RequestError(_listed(problems))
     guidance = request.guidance_scale if spec.has_guidance else None
@@ -96,10 +115,11 @@ def validate_request(request: Request, spec: ModelSpec) -> ResolvedRequest:
         prompt=request.prompt,
         width=width,
         height=height,
-        steps=request.steps or (spec.steps[0] if spec.steps else 50),
-        guidance_scale=spec.default_guidance if guidance is None else guidance,
-        seed=request.seed,
-        images=request.images,
+        output_size=output,
+        steps=int(request.steps or (spec.steps[0] if spec.steps else 50)),
+        guidance_scale=spec.default_guidance if guidance is None else float(guidance),
+        seed=int(request.seed),
+        images=int(request.images),
         references=tuple(_sized(name, pixels, spec, (width, height)) for name, pixels in images),
         format=request.format,
         notes=tuple(notes),
@@ -170,12 +190,11 @@ def _number_problems(request: Request, spec: ModelSpec) -> list[str]:
         problems.append(
             f"images={request.images}: 1 to {MAX_IMAGES} in one request. Make several requests for more."
         )
-    elif not _whole(request.seed) or not 0 <= request.seed <= MAX_SEED - request.images:
+    elif not _whole(request.seed) or not 0 <= int(request.seed) <= MAX_SEED - int(request.images):
         problems.append(f"seed={request.seed}: a whole number from 0 to 2**63 - 1 - images. Try 0.")
-    if request.format is not None and request.format not in FORMATS:
-        problems.append(
-            f"format={request.format}: not one that is written.{near(request.format, tuple(FORMATS))}"
-        )
+    if request.format is not None and request.format not in tuple(FORMATS):
+        hint = near(str(request.format), tuple(FORMATS))
+        problems.append(f"format={request.format}: not one that is written.{hint}")
     return problems
 
 
@@ -189,7 +208,7 @@ def _steps_problems(steps: int, spec: ModelSpec) -> list[str]:
 
 
 def _guidance_problems(scale: float, spec: ModelSpec) -> list[str]:
-    number = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
+    number = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
     if not spec.has_guidance and not (number and scale == 1):  # a scale of 1 is no guidance
         return [f"guidance_scale={scale}: {spec.id} is distilled and has no guidance. Leave it out."]
     if not number or not 0 <= scale <= MAX_GUIDANCE:
@@ -203,6 +222,10 @@ def _read_references(
     sources: Sequence[ReferenceSource], spec: ModelSpec, problems: list[str]
 ) -> tuple[list[tuple[str, Pixels]], list[str]]:
     """Names and pixels as they were given, and notes on what was changed; problems go to `problems`."""
+    if isinstance(sources, bytes | str) or not isinstance(sources, Sequence):
+        kind = type(sources).__name__
+        problems.append(f"references: a tuple of images is needed, not {kind}. Say references=(image,).")
+        return [], []
     if len(sources) > spec.max_references:
         most = f"at most {spec.max_references}" if spec.max_references else "none"
         problems.append(f"references: {len(sources)} were given and {spec.id} takes {most}. Leave some out.")
@@ -240,34 +263,52 @@ def _read_reference(source: ReferenceSource, name: str) -> ReadImage:
             raise ImageError(
                 f"{name}: an array of {source.dtype} {list(source.shape)}; uint8 RGB [H, W, 3] is needed."
             )
+        height, width, _ = source.shape
+        check_size((width, height), name)
         return ReadImage(source)
+    if not isinstance(source, str | Path | bytes):
+        raise ImageError(
+            f"{name}: {type(source).__name__} is none of path, file bytes and uint8 RGB array [H, W, 3]. "
+            "Of a Pillow image, give numpy.asarray(image.convert('RGB'))."
+        )
     return read_image(Path(source) if isinstance(source, str) else source, name=name)
 
 
-def _canvas(
+def _output_size(
     request: Request,
     spec: ModelSpec,
     images: Sequence[tuple[str, Pixels]],
     problems: list[str],
     notes: list[str],
 ) -> tuple[int, int]:
-    """Width and height: as asked, by ratio, after the first reference, or the model's default."""
+    """Width and height: as asked, by ratio, after the first reference, or the model's default.
+
+    With a resolution they are those of the canvas that is drawn for it.
+    """
     rules = spec.sizes
-    if request.size is not None and request.aspect_ratio is not None:
-        problems.append("size and aspect_ratio: both were given. Leave one out.")
+    if request.size is not None and (request.aspect_ratio or request.resolution) is not None:
+        other = "resolution" if request.aspect_ratio is None else "aspect_ratio"
+        problems.append(f"size and {other}: both were given. Leave one out.")
     elif request.size is not None:
-        width, height = request.size
-        if not (_whole(width) and _whole(height)):
-            problems.append(f"size={width}x{height}: whole pixels are needed, as in 512x512.")
+        width, height = _pair(request.size)
+        if width is None or height is None:
+            problems.append(f"size={request.size}: (width, height) in whole pixels, as in (512, 512).")
         elif problem := size_problem(width, height, rules):
             problems.append(problem)
         else:
             return width, height
-    elif request.aspect_ratio is not None:
-        return _canvas_of_ratio(request.aspect_ratio, rules, problems)
+    elif request.aspect_ratio is not None or request.resolution is not None:
+        return _canvas_of_ratio(request, rules, images, problems)
     elif images:
         return _canvas_of_reference(*images[0], spec, notes)
     return rules.default
+
+
+def _pair(size: object) -> tuple[int, int] | tuple[None, None]:
+    """Width and height as int, or two None when it is something else."""
+    sides = tuple(size) if isinstance(size, Iterable) else ()
+    whole = [int(side) for side in sides if _whole(side)]
+    return (whole[0], whole[1]) if len(whole) == len(sides) == 2 else (None, None)
 
 
 def _canvas_of_reference(name: str, pixels: Pixels, spec: ModelSpec, notes: list[str]) -> tuple[int, int]:
@@ -283,8 +324,33 @@ def _canvas_of_reference(name: str, pixels: Pixels, spec: ModelSpec, notes: list
     return nearest
 
 
-def _canvas_of_ratio(text: str, rules: SizeRules, problems: list[str]) -> tuple[int, int]:
-    """The legal canvas of that ratio whose area is nearest to the model's default."""
+def _tier(request: Request, rules: SizeRules, problems: list[str]) -> Tier | None:
+    """The class of sizes that was asked for by name."""
+    if request.resolution is None:
+        return None
+    named = {tier.name: tier for tier in rules.tiers}
+    if str(request.resolution).upper() in named:
+        return named[str(request.resolution).upper()]
+    if named:
+        problems.append(
+            f"resolution={request.resolution}: not a size.{near(request.resolution, tuple(named))}"
+        )
+    else:
+        problems.append(f"resolution={request.resolution}: this model has no sizes with a name. Say a size.")
+    return None
+
+
+def _canvas_of_ratio(
+    request: Request, rules: SizeRules, images: Sequence[tuple[str, Pixels]], problems: list[str]
+) -> tuple[int, int]:
+    """The legal canvas of the ratio and the resolution; either may be left out."""
+    tier = _tier(request, rules, problems)
+    area = rules.default[0] * rules.default[1] if tier is None else tier.area
+    text = request.aspect_ratio
+    if text is None:
+        down, across = images[0][1].shape[:2] if images else rules.default[::-1]
+        ratio = min(max(across / down, 1 / rules.max_ratio), rules.max_ratio)
+        return rules.of_ratio(area, ratio)
     try:
         across, down = parse_aspect_ratio(text)
     except RequestError as error:
@@ -296,12 +362,11 @@ def _canvas_of_ratio(text: str, rules: SizeRules, problems: list[str]) -> tuple[
             f"Try {rules.max_ratio:g}:1 or 1:{rules.max_ratio:g}."
         )
         return rules.default
-    area = rules.default[0] * rules.default[1]
-    return rules.nearest(math.sqrt(area * across / down), math.sqrt(area * down / across))
+    return rules.of_ratio(area, across / down)
 
 
 def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's integers are some too
 
 
 def _listed(problems: Sequence[str]) -> str:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from portable_dit.errors import OutputError
 from portable_dit.image import Pixels, encode, format_of, write_atomically
+from portable_dit.paths import kind_of
 
 STAGES = ("text_encode", "prepare", "denoise", "vae_decode", "encode_png")
 
@@ -24,12 +26,12 @@ class Picture:
     file's bytes by format, for the format that the request named.
     """
 
-    pixels: Pixels
+    pixels: Pixels = field(repr=False)
     seed: int
-    record: Mapping[str, Any]
+    record: Mapping[str, Any] = field(repr=False)
     seconds: Mapping[str, float]
     step_seconds: tuple[float, ...]
-    encoded: Mapping[str, bytes]
+    encoded: Mapping[str, bytes] = field(repr=False)
 
     @property
     def width(self) -> int:
@@ -92,8 +94,14 @@ def numbered(path: Path, count: int) -> tuple[Path, ...]:
     """The path itself for one picture, else out-1.png, out-2.png, ..., with as many digits as the last."""
     if count == 1:
         return (path,)
-    digits = len(str(count))
-    return tuple(path.with_name(f"{path.stem}-{k:0{digits}}{path.suffix}") for k in range(1, count + 1))
+    return tuple(with_number(path, k, count) for k in range(1, count + 1))
+
+
+def with_number(path: Path, number: int, count: int) -> Path:
+    """The path of the number-th file of so many: out-07.png of 12. Raises OutputError for a folder."""
+    if not path.name or kind_of(path) == "folder":
+        raise OutputError(f"{path}: a folder, and -o names a file. Try {path / 'out.png'}.")
+    return path.with_name(f"{path.stem}-{number:0{len(str(count))}}{path.suffix}")
 
 
 # Events of `Engine.stream`, in the order they come.
@@ -127,7 +135,7 @@ class Stepped:
     step: int
     steps: int
     seconds: float
-    preview: Pixels | None = None
+    preview: Pixels | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

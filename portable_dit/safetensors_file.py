@@ -11,15 +11,18 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from portable_dit.errors import WeightsError
+from portable_dit.paths import kind_of
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 ITEM_BYTES = {
@@ -45,6 +48,7 @@ class TensorFile:
     path: Path
     tensors: Mapping[str, StoredTensor]
     bytes: mmap.mmap
+    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +63,27 @@ class StoredTensor:
     path: Path
     mapped: mmap.mmap
 
-    def is_finite(self) -> bool:
-        """Whether no value is NaN or infinite; reads it once and lets other threads run."""
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def content(self) -> bytes:
+        """A copy of the tensor's bytes, for the small ones that hold text."""
+        return bytes(self.mapped[self.start : self.stop])
+
+    def is_finite(self, first: int = 0, last: int | None = None) -> bool:
+        """Whether no value is NaN or infinite; reads it once and lets other threads run.
+
+        first, last: byte offsets of a piece, multiples of eight; the whole tensor when left out.
+        """
+        stop = self.nbytes if last is None else min(last, self.nbytes)
+        raw = np.frombuffer(self.mapped, np.uint8, stop - first, self.start + first)
         if self.dtype not in NOT_FINITE:
+            raw[:: mmap.PAGESIZE].max(initial=0)  # brings the pages in, which is what a reader ahead is for
             return True
         kind, bits = NOT_FINITE[self.dtype]
-        raw = np.frombuffer(self.mapped, np.uint8, self.stop - self.start, self.start)
-        for first in range(0, raw.size, CHUNK_BYTES):
-            values = raw[first : first + CHUNK_BYTES].view(kind)
+        for place in range(0, raw.size, CHUNK_BYTES):
+            values = raw[place : place + CHUNK_BYTES].view(kind)
             if ((values & kind(bits)) == kind(bits)).any():
                 return False
         return True
@@ -82,6 +99,8 @@ class StoredTensor:
 
 def open_tensor_file(path: Path) -> TensorFile:
     """The file with its header read and checked. Raises WeightsError when it is not whole."""
+    if kind_of(path) == "other":
+        raise WeightsError(f"{path}: a device or pipe, and weights are mapped. Copy them to a regular file.")
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -99,18 +118,72 @@ def open_tensor_file(path: Path) -> TensorFile:
         raise WeightsError(
             f"{path}: cannot be read ({error.strerror}). Check the path and its mode."
         ) from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
     data = 8 + length
     tensors = {name: _entry(name, entry, data, path, mapped) for name, entry in header.items()}
     expected = max((tensor.stop for tensor in tensors.values()), default=data)
     if expected != size:
         fault = "cut short" if size < expected else "longer than its header says"
         raise WeightsError(f"{path}: {fault}, {size:,} bytes instead of {expected:,}. {_again()}")
-    return TensorFile(path, tensors, mapped)
+    return TensorFile(path, tensors, mapped, metadata if isinstance(metadata, dict) else {})
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of all safetensors files in a folder, or of the files that its index names."""
+class TensorFileWriter:
+    """A safetensors file written one tensor at a time, in any order; it gets its name when it is whole.
+
+    tensors: name -> (safetensors' dtype, shape) of everything that will be written. metadata: text to text.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._places: dict[str, tuple[int, int]] = {}
+        end = 0
+        # Wide types first: then every tensor starts at a multiple of its item size and can be mapped.
+        for name in sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][0]], name)):
+            dtype, shape = tensors[name]
+            begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+            self._places[name] = begin, end
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        self._data = 8 + len(raw)
+        self._file = self._part.open("wb")
+        self._file.write(struct.pack("<Q", len(raw)) + raw)
+        self._file.truncate(self._data + end)
+
+    def write(self, name: str, data: memoryview | bytes) -> None:
+        """The bytes of one tensor; each is written once."""
+        begin, end = self._places.pop(name)
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        assert len(view) == end - begin, f"{name}: {len(view)} bytes for {end - begin}"
+        self._file.seek(self._data + begin)
+        self._file.write(view)
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is None and not self._places:
+            self._part.replace(self.path)
+        else:
+            self._part.unlink(missing_ok=True)
+
+
+def stored_tensors(place: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, of all safetensors files in a folder, or of the files that its index names."""
+    if place.is_file():
+        return dict(open_tensor_file(place).tensors)
+    folder = place
     if not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder. The checkpoint is incomplete; download it again.")
     index = _index(folder)
@@ -146,7 +219,7 @@ def _index(folder: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(paths[0].read_text(encoding="utf-8"))["weight_map"]
         right = all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         right = False
     if not right:
         raise WeightsError(f"{paths[0]}: not an index of safetensors files. Restore it from the checkpoint.")
@@ -156,7 +229,7 @@ def _index(folder: Path) -> dict[str, str]:
 def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: its safetensors header is no JSON ({error}). {_again()}") from error
     if not isinstance(header, dict):
         raise WeightsError(f"{path}: its safetensors header is no JSON object. {_again()}")

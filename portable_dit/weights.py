@@ -2,32 +2,40 @@
 
 Names, shapes and dtypes are compared before a byte of a tensor is read, and everything that is missing,
 unexpected or mismatched is told in one message. Then tensors stream in the order of the files: worker
-threads read ahead and look for NaN, this thread converts, places and lets go.
+threads read ahead and look for NaN, this thread converts, places and lets go. A weight that is stored in the
+very format its layer runs is handed over as it is, since rounding twice would change it.
 
 Letters: N out features, K in features.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable_dit.errors import WeightsError
 from portable_dit.manifest import MANIFEST, file_problem, read_manifest
-from portable_dit.safetensors_file import StoredTensor, listed, stored_tensors
+from portable_dit.safetensors_file import ITEM_BYTES, StoredTensor, listed, stored_tensors
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from portable_dit.formats import Encoded, Format
     from portable_dit.models.spec import TensorSource
     from portable_dit.quantize import QuantizedLinear
+    from portable_dit.weight_cache import CachedWeights
 
 SCALE_SUFFIX = "_scale"
-READ_AHEAD = 4
+READERS = 4
+READ_AHEAD_BYTES = 40 << 20  # waits in memory, or the one next tensor if that is larger
+PIECE_BYTES = 8 << 20  # of a tensor, for one reader at a time
+MARKER_BYTES = 1 << 16  # a longer row of bytes is no text
 SMALL_BYTES = 1 << 30  # up to this much is hashed at every load; more is for `weights verify`
 
 
@@ -41,6 +49,8 @@ class Checkpoint:
     def open(cls, folder: str | Path) -> Checkpoint:
         """The checkpoint in a folder, hashed against its manifest when that is a matter of milliseconds."""
         root = Path(folder)
+        if root.is_file():
+            return cls(root.parent)
         if not root.is_dir():
             raise WeightsError(f"{root}: no such folder. Name the folder that holds model_index.json.")
         manifest = read_manifest(root)
@@ -50,9 +60,22 @@ class Checkpoint:
                 raise WeightsError(listed(f"{root}: not the files that its {MANIFEST} describes.", problems))
         return cls(root)
 
-    def tensors(self, component: str) -> Mapping[str, StoredTensor]:
-        """All tensors of a component's folder by name. Raises WeightsError for missing or damaged files."""
+    def tensors(self, component: str | Path) -> Mapping[str, StoredTensor]:
+        """All tensors of a component's folder or file by name.
+
+        component: relative to the checkpoint, or a path of its own. Raises WeightsError for missing or
+        damaged files.
+        """
         return stored_tensors(self.folder / component)
+
+
+def marker_texts(stored: Mapping[str, StoredTensor]) -> dict[str, bytes]:
+    """The short rows of bytes among stored tensors, by name: how some checkpoints mark quantised layers."""
+    return {
+        name: tensor.content()
+        for name, tensor in stored.items()
+        if tensor.dtype == "U8" and len(tensor.shape) == 1 and tensor.nbytes <= MARKER_BYTES
+    }
 
 
 def load_component(
@@ -63,29 +86,48 @@ def load_component(
     device: Callable[[str], str],
     unused: Collection[str] = (),
     title: str = "weights",
+    share: Callable[[str, Tensor], Tensor] | None = None,
+    cache: CachedWeights | None = None,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Fills parameters, persistent buffers and quantised layers of a meta module; gives the bytes read.
 
     sources: for each name of the module, what it is made of. device: where each name goes. unused: stored
-    names without a use.
+    names without a use. share: this rank's part of each whole tensor, None = all of it. cache: where encoded
+    weights are taken from, or put. on_bytes: told the bytes that were placed and how many there are.
     The module's parameters say the target dtype and shape. An 8-bit weight with a `_scale` beside it is
     expanded to float32 first, the master from which every precision is made.
     """
     targets = _targets(module)
-    made = {name: _Made(name, stored, source) for name, source in sources.items()}
+    made = {name: _Made(name, stored, source, share) for name, source in sources.items()}
     _compare(made, targets, stored, unused, title)
-    total = 0
+    cached = cache.tensors if cache is not None else {}
+    expected = sum(cached[name].nbytes if name in cached else made[name].nbytes for name in targets)
+    done = 0
+    for name in [name for name in targets if name in cached]:
+        target = targets.pop(name)
+        assert cache is not None
+        assert isinstance(target, _QuantizedSlot)
+        target.layer.accept_encoded(_on(cache.read(name), device(name)))
+        cached[name].release()
+        done += cached[name].nbytes
+        on_bytes(done, expected)
     for source in _read_ahead([made[name] for name in targets]):
         target = targets[source.name]
-        tensor = source.read(target.shape)
+        place = device(source.name)
         if isinstance(target, _Slot):
-            target.fill(tensor.to(device=device(source.name), dtype=target.dtype, copy=True))
+            tensor = source.read(target.shape)
+            target.fill(tensor.to(device=place, dtype=target.dtype, copy=True))
+            del tensor
         else:
-            target.accept_weight(tensor.to(device=device(source.name), copy=True))
-        total += source.nbytes
-        del tensor
+            encoded = target.accept(source, place)
+            if cache is not None:
+                cache.write(source.name, encoded)
+            del encoded
         source.release()
-    return total
+        done += source.nbytes
+        on_bytes(done, expected)
+    return done
 
 
 def fill_random(module: nn.Module, *, device: Callable[[str], str], seed: int = 0) -> None:
@@ -152,6 +194,29 @@ class _QuantizedSlot:
     def accept_weight(self, weight: Tensor) -> None:
         self.layer.accept_weight(weight)
 
+    def accept(self, source: _Made, place: str) -> Encoded:
+        """Takes the weight to the place, encoded there unless it is stored so; gives what was taken."""
+        from portable_dit.formats import encode
+
+        form = self.layer.kernel.format
+        encoded = source.encoded(form)
+        if encoded is None:
+            weight = source.read(self.shape).to(device=place, copy=True)
+            encoded = encode(weight, form.name)
+            del weight
+        else:
+            encoded = _on(encoded, place)
+        self.layer.accept_encoded(encoded)
+        return encoded
+
+
+def _on(encoded: Encoded, place: str) -> Encoded:
+    """An encoded weight in memory of its own at the place."""
+    from portable_dit.formats import Encoded
+
+    scales = None if encoded.scales is None else encoded.scales.to(device=place, copy=True)
+    return Encoded(encoded.format, encoded.values.to(device=place, copy=True), scales)
+
 
 def _targets(module: nn.Module) -> dict[str, _Slot | _QuantizedSlot]:
     from portable_dit.quantize import QuantizedLinear
@@ -173,6 +238,7 @@ class _Made:
     name: str
     stored: Mapping[str, StoredTensor]
     source: TensorSource
+    share: Callable[[str, Tensor], Tensor] | None = None
 
     @property
     def parts(self) -> list[StoredTensor]:
@@ -180,11 +246,19 @@ class _Made:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(part.nbytes for part in self.parts)
+
+    def pieces(self) -> list[Callable[[], bool]]:
+        """Calls that read a piece of the stored tensors each, and say whether it is finite."""
+        scales = [scale for name in self.source.names if (scale := _scale_of(name, self.stored))]
+        return [
+            partial(part.is_finite, first, first + PIECE_BYTES)
+            for part in (*self.parts, *scales)
+            for first in range(0, part.nbytes, PIECE_BYTES)
+        ]
 
     def is_finite(self) -> bool:
-        scales = [scale for name in self.source.names if (scale := _scale_of(name, self.stored))]
-        return all(part.is_finite() for part in (*self.parts, *scales))
+        return all(piece() for piece in self.pieces())
 
     def read(self, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the host: float32 where it had to be expanded, else often a view of the file."""
@@ -192,9 +266,40 @@ class _Made:
             tensor: Tensor = self.source.make(*(_expanded(name, self.stored) for name in self.source.names))
         except RuntimeError as error:
             raise WeightsError(f"{self.name}: cannot be made of {self.describe()} ({error}).") from error
+        if self.share is not None:
+            tensor = self.share(self.name, tensor)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"{self.name}: {self.describe()} stored, {list(shape)} expected.")
         return tensor
+
+    def encoded(self, form: Format) -> Encoded | None:
+        """The weight as it is stored, when that is the format already; None when it must be encoded."""
+        import torch
+
+        from portable_dit.formats import WHOLE, Encoded
+
+        scales = [_scale_of(name, self.stored) for name in self.source.names]
+        rows = [part.shape[0] if part.shape else 0 for part in self.parts]
+        if self.share is not None or not self.source.by_rows or form.scales is not torch.float32:
+            return None
+        if form.block[1] != WHOLE or any(_torch_dtype(part.dtype) is not form.values for part in self.parts):
+            return None
+        spread = [
+            as_tensor(scale).float().reshape(-1, 1).expand(count, 1)
+            for scale, count in zip(scales, rows, strict=True)
+            if scale is not None
+        ]
+        if len(spread) != len(rows):
+            return None
+        values = self.source.make(*(as_tensor(part) for part in self.parts))
+        each = self.source.make(*spread).contiguous()  # [N, 1]
+        if form.block[0] == WHOLE:
+            if bool((each != each[0]).any()):
+                return None
+            each = each[:1]
+        elif form.block[0] != 1:
+            return None
+        return Encoded(form, values, each)
 
     def on_meta(self) -> Tensor | None:
         """The shape and dtype that `read` will give; None when that depends on the values."""
@@ -207,9 +312,9 @@ class _Made:
             inputs.append(torch.empty(part.shape, dtype=dtype, device="meta"))
         try:
             tensor: Tensor = self.source.make(*inputs)
+            return tensor if self.share is None else self.share(self.name, tensor)
         except RuntimeError:
             return None
-        return tensor
 
     def release(self) -> None:
         for part in self.parts:
@@ -226,15 +331,15 @@ def _scale_of(name: str, stored: Mapping[str, StoredTensor]) -> StoredTensor | N
 
 def _expanded(name: str, stored: Mapping[str, StoredTensor]) -> Tensor:
     """A stored tensor as it is, or values times scales in float32."""
-    values, scale = _as_tensor(stored[name]), _scale_of(name, stored)
+    values, scale = as_tensor(stored[name]), _scale_of(name, stored)
     if scale is None:
-        return values
-    return values.float() * _as_tensor(scale).float().reshape(
+        return values.float() if stored[name].dtype.startswith("F8") else values
+    return values.float() * as_tensor(scale).float().reshape(
         -1, *[1] * (values.dim() - 1)
     )  # [N, 1] or [1, 1]
 
 
-def _as_tensor(stored: StoredTensor) -> Tensor:
+def as_tensor(stored: StoredTensor) -> Tensor:
     """A view of the mapped file, or a copy where the file is not aligned to the dtype."""
     import torch
 
@@ -246,6 +351,18 @@ def _as_tensor(stored: StoredTensor) -> Tensor:
         copied = bytearray(stored.mapped[stored.start : stored.stop])
         return torch.frombuffer(copied, dtype=dtype).view(stored.shape)
     return torch.frombuffer(stored.mapped, dtype=dtype, count=count, offset=stored.start).view(stored.shape)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order."""
+    import torch
+
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def safetensors_dtype(dtype: torch.dtype) -> str:
+    """safetensors' name of a dtype."""
+    return next(name for name in ITEM_BYTES if _torch_dtype(name) is dtype)
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -306,14 +423,19 @@ def _mismatch(made: _Made, target: _Slot | _QuantizedSlot, stored: Mapping[str, 
 
 
 def _read_ahead(sources: list[_Made]) -> Iterator[_Made]:
-    """Sources in file order, each read and found finite by a worker thread a few tensors earlier."""
+    """Sources in file order, each read and found finite by worker threads while earlier ones are placed."""
     order = sorted(sources, key=lambda made: (str(made.parts[0].path), made.parts[0].start))
-    with ThreadPoolExecutor(2, thread_name_prefix="weights") as pool:
-        ahead: list[Future[bool]] = []
+    waiting: deque[list[Future[bool]]] = deque()
+    ahead, ahead_bytes = 0, 0
+    with ThreadPoolExecutor(READERS, thread_name_prefix="weights") as pool:
         for place, source in enumerate(order):
-            while len(ahead) < min(place + READ_AHEAD, len(order)):
-                ahead.append(pool.submit(order[len(ahead)].is_finite))
-            if not ahead[place].result():
+            while ahead < len(order) and (ahead <= place + 1 or ahead_bytes < READ_AHEAD_BYTES):
+                waiting.append([pool.submit(piece) for piece in order[ahead].pieces()])
+                ahead_bytes += order[ahead].nbytes
+                ahead += 1
+            finite = [piece.result() for piece in waiting.popleft()]
+            ahead_bytes -= source.nbytes
+            if not all(finite):
                 bad = [source.name, *(later.name for later in order[place + 1 :] if not later.is_finite())]
                 raise WeightsError(
                     listed(f"{source.parts[0].path}: {len(bad)} tensors hold NaN or infinite values:", bad)

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from portable_dit.paths import read_at_most
+
 MAX_BYTES = 256 * 1024  # a recipe is a page of text; more is a wrong file
 TEXT_TAGS = ("tag:yaml.org,2002:timestamp",)
 
@@ -49,12 +51,10 @@ class Document:
 def read_document(path: Path) -> Document:
     """The document in a file; what keeps it from being read at all is its only mistake."""
     try:
-        size = path.stat().st_size
-        if path.is_file() and size > MAX_BYTES:
-            return _broken(
-                f"the file has {size:,} bytes, a recipe at most {MAX_BYTES:,}. Is it the right file?"
-            )
-        text = path.read_bytes().decode("utf-8")
+        raw = read_at_most(path, MAX_BYTES)
+        if len(raw) > MAX_BYTES:
+            return _broken(f"the file has over {MAX_BYTES:,} bytes, a recipe less. Is it the right file?")
+        text = raw.decode("utf-8")
     except FileNotFoundError:
         return _broken("there is no such file")
     except IsADirectoryError:

@@ -5,6 +5,7 @@ Nothing here imports torch, so that `--help` is quick; commands import what they
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from portable_dit.cli.doctor import doctor
 from portable_dit.cli.inspect import inspect
 from portable_dit.cli.plan import plan
 from portable_dit.cli.run import run
+from portable_dit.cli.terminal import prepare_streams, tell
 from portable_dit.errors import PortableDitError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -36,17 +38,32 @@ class Commands(TyperGroup):
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:
-            # Who read our answer has gone. The interpreter flushes stdout once more on its way out.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _silence_stdout()  # who read our answer has gone
             raise typer.Exit(BROKEN_PIPE) from None
         except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
+            tell("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except PortableDitError as error:
             if ctx.params.get("debug"):
                 raise
-            typer.echo(f"error: {error}", err=True)
+            tell(f"error: {error}")
             raise typer.Exit(error.exit_code) from None
+        except MemoryError:
+            if ctx.params.get("debug"):
+                raise
+            tell("error: out of memory. Draw a smaller picture, or stop other programs on this machine.")
+            raise typer.Exit(1) from None
+        except OSError as error:
+            if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
+                raise
+            _silence_stdout()
+            tell(f"error: stdout cannot be written ({error.strerror}). What was drawn is in its files.")
+            raise typer.Exit(1) from None
+
+
+def _silence_stdout() -> None:
+    """The interpreter flushes stdout once more on its way out, which must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _version(wanted: bool) -> None:
@@ -88,4 +105,10 @@ app.add_typer(recipes.app, name="recipes")
 
 def main() -> None:
     """The entry point of `portable-dit`."""
+    prepare_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        tell("error: the folder that this was started in does not exist any more. Change to one that does.")
+        sys.exit(2)
     app()

@@ -28,5 +28,6 @@ def backends(
         return
     for status in plugins.status:
         mark = "ok    " if status.ok else "broken"
-        found = ", ".join(status.devices) or "no device found"
+        missing = f"no device: {status.reason}" if status.reason else "no device found"
+        found = ", ".join(status.devices) or missing
         typer.echo(f"{mark}  {status.name:12}  {status.origin:28}  {found if status.ok else status.reason}")

@@ -35,6 +35,8 @@ def bench(
     from portable_dit.request import Request, parse_size
 
     recipe = wish.load()
+    if recipe.provenance["prompt_cache_mib"] == "default":  # a prompt that is not read is not measured
+        recipe = RecipeWish(wish.ref, {**wish.overrides, "prompt_cache_mib": 0}).load()
     request = Request(
         prompt,
         size=parse_size(size) if size else None,

@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from portable_dit.cli.options import JsonFlag
+from portable_dit.cli.terminal import printable
+
+MOST_DEPTH = 4  # our records are flatter; the file may come from anybody
 
 
 def inspect(
@@ -23,12 +26,14 @@ def inspect(
         typer.echo(json_text.dumps(record))
         return
     for key, value in record.items():
-        typer.echo(f"{key}: {_say(value)}")
+        typer.echo(printable(f"{key}: {_say(value)}"))
 
 
-def _say(value: Any) -> str:
+def _say(value: Any, depth: int = 0) -> str:
+    if depth > MOST_DEPTH:
+        return json_text.dumps(value)
     if isinstance(value, dict):
-        return ", ".join(f"{key}={_say(inner)}" for key, inner in value.items())
+        return ", ".join(f"{key}={_say(inner, depth + 1)}" for key, inner in value.items())
     if isinstance(value, list):
-        return "; ".join(_say(inner) for inner in value) or "none"
+        return "; ".join(_say(inner, depth + 1) for inner in value) or "none"
     return "none" if value is None else str(value)

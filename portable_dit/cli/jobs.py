@@ -6,23 +6,31 @@ Torch-free, and strict: an unknown key of a JSONL line is refused with the near 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from portable_dit.errors import RequestError, near
+from portable_dit.errors import OutputError, RequestError, UserError, at_most, near
 from portable_dit.image import FORMATS, format_of
+from portable_dit.paths import read_at_most
 from portable_dit.request import Request, parse_size
+from portable_dit.result import with_number
 
 MOST_BYTES = 16 << 20  # of a prompt or a file of prompts; no model reads as much
+LINE_END = re.compile(r"\r\n|\n|\r")  # str.splitlines would also cut JSON text at U+2028
+JSON_LINES = (".jsonl", ".ndjson")
+STREAMS = ("-", "/dev/stdout", "/dev/stderr", "/dev/fd/1", "/dev/fd/2")
 
 # Keys of a JSONL line, and the type of each. The field's longer names are understood too.
 KEYS: dict[str, tuple[type, ...]] = {
     "prompt": (str,),
     "size": (str,),
     "aspect_ratio": (str,),
+    "resolution": (str,),
     "steps": (int,),
     "guidance_scale": (int, float),
     "seed": (int,),
@@ -45,6 +53,7 @@ class Wishes:
     width: int | None
     height: int | None
     aspect_ratio: str | None
+    resolution: str | None
     steps: int | None
     guidance_scale: float | None
     seed: int
@@ -72,6 +81,7 @@ def read_jobs(wishes: Wishes) -> tuple[Job, ...]:
         "",
         size=_size(wishes),
         aspect_ratio=wishes.aspect_ratio,
+        resolution=wishes.resolution,
         steps=wishes.steps,
         guidance_scale=wishes.guidance_scale,
         seed=wishes.seed,
@@ -98,38 +108,43 @@ def read_prompt(text: str) -> str:
 
 def _jobs_of_file(path: Path, common: Request, wishes: Wishes) -> tuple[Job, ...]:
     """A job for each line that is not empty; outputs are numbered over the whole file."""
-    lines = [(k, line) for k, line in enumerate(_read(path).splitlines(), 1) if line.strip()]
+    if path.suffix.lower() == ".json":
+        raise RequestError(f"{path}: one JSON object per line is read, from a file named {path.stem}.jsonl.")
+    lines = [(k, line) for k, line in enumerate(LINE_END.split(_read(path)), 1) if line.strip()]
     if not lines:
         raise RequestError(f"{path}: holds no prompt. Write one per line.")
     jobs: list[Job] = []
     problems: list[str] = []
     base = _output(wishes, wishes.format)
-    digits = len(str(len(lines)))
     for index, (number, line) in enumerate(lines, 1):
         place = f"{path}:{number}: "
-        output = base.with_name(f"{base.stem}-{index:0{digits}}{base.suffix}") if len(lines) > 1 else base
-        found = _line_keys(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
+        output = with_number(base, index, len(lines)) if len(lines) > 1 else base
+        found = _line_keys(line) if path.suffix.lower() in JSON_LINES else {"prompt": line.strip()}
         if isinstance(found, str):
             problems.append(place + found)
             continue
         try:
             jobs.append(_job_of_line(found, common, output, wishes.format, place))
-        except RequestError as error:
+        except UserError as error:
             problems.append(place + str(error))
     if problems:
-        raise RequestError("\n".join(problems))
+        raise RequestError(at_most(problems))
     return tuple(jobs)
 
 
 def _line_keys(line: str) -> dict[str, Any] | str:
     """The keys of a JSONL line by their short names, or what is wrong with it."""
     try:
-        raw = json.loads(line)
-    except ValueError as error:
+        raw = json.loads(line, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError) as error:
         return f'not JSON ({error}). Write {{"prompt": "..."}} on each line.'
-    if not isinstance(raw, dict):
+    if not isinstance(raw, _Pairs):
         return 'not a JSON object. Write {"prompt": "..."} on each line.'
-    keys: dict[str, Any] = {OTHER_NAMES.get(str(key), str(key)): value for key, value in raw.items()}
+    pairs = [(OTHER_NAMES.get(key, key), value) for key, value in raw.pairs]
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        return f"{twice[0]}: said twice in one line. Say it once."
+    keys: dict[str, Any] = dict(pairs)
     for key, value in keys.items():
         if key not in KEYS:
             return f"key {key!r} is not known.{near(key, tuple(KEYS))}"
@@ -140,6 +155,13 @@ def _line_keys(line: str) -> dict[str, Any] | str:
     return keys if "prompt" in keys else "prompt is missing."
 
 
+@dataclass(frozen=True)
+class _Pairs:
+    """A JSON object as it stands in the text, where a key may come twice."""
+
+    pairs: Sequence[tuple[str, Any]]
+
+
 def _job_of_line(
     keys: Mapping[str, Any], common: Request, output: Path, format: str | None, place: str
 ) -> Job:
@@ -147,8 +169,9 @@ def _job_of_line(
     if "references" in changes:
         changes["references"] = tuple(changes["references"])
     if "size" in keys:
-        changes |= {"size": parse_size(keys["size"]), "aspect_ratio": keys.get("aspect_ratio")}
-    elif "aspect_ratio" in keys:
+        changes |= {"size": parse_size(keys["size"])}
+        changes |= {key: keys.get(key) for key in ("aspect_ratio", "resolution")}
+    elif "aspect_ratio" in keys or "resolution" in keys:
         changes["size"] = None
     format = keys.get("format", format)
     target = Path(keys["output"]) if "output" in keys else output
@@ -156,6 +179,10 @@ def _job_of_line(
 
 
 def _with_format(job: Job, format: str | None) -> Job:
+    if str(job.output) in STREAMS:
+        raise OutputError(
+            f"-o {job.output}: pictures are written to files, and stdout tells their paths. Name a file."
+        )
     return replace(job, request=replace(job.request, format=format_of(job.output, format)))
 
 
@@ -177,8 +204,7 @@ def _size(wishes: Wishes) -> tuple[int, int] | None:
 
 def _read(path: Path, hint: str = "Check the path.") -> str:
     try:
-        with path.open("rb") as file:
-            return _decoded(file.read(MOST_BYTES + 1), str(path))
+        return _decoded(read_at_most(path, MOST_BYTES), str(path))
     except OSError as error:
         raise RequestError(f"prompt file {path}: cannot be read ({error.strerror}). {hint}") from error
 

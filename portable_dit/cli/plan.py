@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from portable_dit.plan import Plan
 
 DOES_NOT_FIT = 3
+LEAST_WIDTH = 60  # some environments set COLUMNS to 0, at which nothing would be shown
 
 
 @recipe_flags
@@ -50,11 +51,15 @@ def plan(
 
 
 def make_workload(spec: ModelSpec, size: str | None, image_count: int) -> Workload:
-    """The request that a plan is made for. Raises RequestError when the size cannot be read."""
+    """The request that a plan is made for. Raises RequestError when it is none that the model can take."""
+    from portable_dit.errors import RequestError
     from portable_dit.models.spec import Workload
     from portable_dit.request import parse_size
 
-    width, height = parse_size(size) if size else spec.sizes.default
+    if image_count > spec.max_references:
+        most = f"{spec.id} takes at most {spec.max_references}"
+        raise RequestError(f"references: {image_count} were given and {most}. Say fewer.")
+    width, height = spec.sizes.default if size is None else parse_size(size)
     canvas = spec.sizes.nearest(width, height)  # the plan itself refuses an illegal one
     reference = spec.reference_size(*spec.sizes.default, canvas=canvas)
     return Workload(width, height, spec.prompt_tokens, (reference,) * image_count)
@@ -77,9 +82,17 @@ def find_machine(machine: Path | None, backend: str | None) -> tuple[Capabilitie
 def show(plan: Plan) -> None:
     """The plan as tables on stdout."""
     from rich.console import Console
-    from rich.text import Text
 
     console = Console()
+    console.width = max(console.width, LEAST_WIDTH)
+    with console.capture() as told:  # printed by us, so that a closed stdout is what it is elsewhere
+        _show(console, plan)
+    typer.echo(told.get(), nl=False)
+
+
+def _show(console: Any, plan: Plan) -> None:
+    from rich.text import Text
+
     where = f"{plan.model} on {plan.device} ({plan.backend})"
     work = plan.workload
     references = f", {len(work.reference_sizes)} references" if work.reference_sizes else ""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json as json_text
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from portable_dit.cli.options import JsonFlag, RecipeWish, recipe_flags
+from portable_dit.cli.options import DEFAULT_RECIPE, JsonFlag, RecipeWish, recipe_flags
 from portable_dit.errors import RecipeError, UserError
 
 app = typer.Typer(
@@ -41,8 +42,18 @@ def list_recipes(json: JsonFlag = False) -> None:
 
 @app.command()
 @recipe_flags
-def show(wish: RecipeWish, json: JsonFlag = False) -> None:
+def show(
+    wish: RecipeWish,
+    named: Annotated[
+        str | None, typer.Argument(metavar="NAME|FILE", help="The recipe, if not by --recipe.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
     """Print every key of a recipe, its value and where it comes from."""
+    if named is not None:
+        if wish.ref not in (DEFAULT_RECIPE, named):
+            raise RecipeError(f"two recipes: {named!r} and --recipe {wish.ref!r}. Say one of them.")
+        wish = replace(wish, ref=named)
     recipe = wish.load()
     values, provenance = recipe.values(), recipe.provenance
     if json:

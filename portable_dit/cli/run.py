@@ -8,17 +8,19 @@ line per prompt.
 from __future__ import annotations
 
 import json as json_text
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from portable_dit.cli.options import JsonFlag, RecipeWish, StrictFlag, recipe_flags
-from portable_dit.errors import PortableDitError, RequestError
+from portable_dit.errors import PortableDitError, RequestError, at_most
 
 if TYPE_CHECKING:
     from portable_dit.cli.jobs import Job
@@ -30,10 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """A job whose request is checked and whose files can be written."""
+    """A job whose request is checked and whose files can be written.
 
+    ready: the request can be drawn as it is; else its references hold no pixels and are read again in turn,
+    since those of thousands of prompts would not fit the memory together.
+    """
+
+    job: Job
     request: ResolvedRequest
     targets: tuple[Path, ...]
+    ready: bool
 
 
 @recipe_flags
@@ -55,6 +63,9 @@ def run(
     aspect_ratio: Annotated[
         str | None, typer.Option(metavar="W:H", help="Shape at the model's default area, as in 16:9.")
     ] = None,
+    resolution: Annotated[
+        str | None, typer.Option(metavar="1K|2K|4K", help="Area by name, alone or with --aspect-ratio.")
+    ] = None,
     num_inference_steps: Annotated[int | None, typer.Option(help="Denoise steps.")] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first image; image k uses seed + k.")] = 0,
@@ -69,7 +80,7 @@ def run(
     """Draw pictures from prompts."""
     from portable_dit.catalog import read_spec
     from portable_dit.cli.jobs import Wishes, read_jobs
-    from portable_dit.loading import resolve_request, set_up
+    from portable_dit.loading import fetch, resolve_request, set_up
 
     wishes = Wishes(
         prompt=prompt,
@@ -79,6 +90,7 @@ def run(
         width=width,
         height=height,
         aspect_ratio=aspect_ratio,
+        resolution=resolution,
         steps=num_inference_steps,
         guidance_scale=guidance_scale,
         seed=seed,
@@ -89,35 +101,65 @@ def run(
     jobs = read_jobs(wishes)
     recipe = wish.load()
     spec = read_spec(recipe)
-    work = _checked(jobs, lambda job: resolve_request(job.request, recipe, spec, strict=strict))
-    setup = set_up(recipe, strict=strict)
+
+    def resolve(job: Job) -> ResolvedRequest:
+        return resolve_request(job.request, recipe, spec, strict=strict)
+
+    work = _checked(jobs, resolve)
+    setup = fetch(set_up(recipe, strict=strict))
+    if setup.spec != spec:  # the checkpoint was on a hub, and its own configs came with it
+        work = _checked(jobs, lambda job: resolve_request(job.request, recipe, setup.spec, strict=strict))
     for item in work:
         setup.require_fit(item.request)
-    _draw_all(setup, work, json)
+    _draw_all(setup, work, resolve, json)
 
 
-def _draw_all(setup: Setup, work: Sequence[Work], json: bool) -> None:
+def _draw_all(
+    setup: Setup, work: Sequence[Work], resolve: Callable[[Job], ResolvedRequest], json: bool
+) -> None:
     from portable_dit.engine import Engine
 
     total = sum(item.request.images * (item.request.steps + 1) for item in work)
     with _progress(total, json) as bar:
-        engine = Engine.load(setup, on_component=bar.loading)  # not closed: the process ends with it
+        engine = Engine.load(
+            setup, on_component=bar.loading, on_bytes=bar.read
+        )  # not closed: the process ends with it
         for item in work:
-            _draw(engine, item, bar, json)
+            fresh = item if item.ready else replace(item, request=resolve(item.job))
+            _draw(engine, fresh, bar, json)
 
 
 def _checked(jobs: tuple[Job, ...], resolve: Callable[[Job], ResolvedRequest]) -> list[Work]:
     """All jobs with their requests resolved and their places tried, or one error that lists every problem."""
-    taken: dict[Path, str] = {}
-    found = [_work_or_problem(job, resolve, taken) for job in jobs]
+    taken: dict[str, str] = {}
+    found = [_work_or_problem(job, resolve, taken, alone=len(jobs) == 1) for job in jobs]
     problems = [item for item in found if isinstance(item, PortableDitError)]
     if problems:
-        raise type(problems[0])("\n".join(str(problem) for problem in problems))
-    return [item for item in found if isinstance(item, Work)]
+        raise type(problems[0])(at_most([str(problem) for problem in problems]))
+    work = [item for item in found if isinstance(item, Work)]
+    stale = [_stale_reference(job, item, taken) for job, item in zip(jobs, work, strict=True)]
+    if any(stale):
+        raise RequestError(at_most([problem for problem in stale if problem]))
+    return work
+
+
+def _stale_reference(job: Job, work: Work, taken: dict[str, str]) -> str | None:
+    """Why a reference is not what the line wants: another line of the same run will write that file."""
+    own = {os.path.realpath(target) for target in work.targets}
+    for source in job.request.references:
+        if not isinstance(source, str):
+            continue
+        place = os.path.realpath(source)
+        if place in taken and place not in own:
+            return (
+                f"{job.place}{source} is written by {taken[place]} in the same run, and references are read "
+                "before the first picture is drawn. Draw it in a run before."
+            )
+    return None
 
 
 def _work_or_problem(
-    job: Job, resolve: Callable[[Job], ResolvedRequest], taken: dict[Path, str]
+    job: Job, resolve: Callable[[Job], ResolvedRequest], taken: dict[str, str], *, alone: bool
 ) -> Work | PortableDitError:
     from portable_dit.image import check_writable
     from portable_dit.result import numbered
@@ -130,17 +172,19 @@ def _work_or_problem(
         _claim(targets, job.place, taken)
     except PortableDitError as error:
         return type(error)(f"{job.place}{error}")
-    return Work(request, targets)
+    ready = alone or not request.references
+    return Work(job, request if ready else request.without_pixels(), targets, ready)
 
 
-def _claim(targets: tuple[Path, ...], place: str, taken: dict[Path, str]) -> None:
+def _claim(targets: tuple[Path, ...], place: str, taken: dict[str, str]) -> None:
     """Two prompts must not write the same file, since only the later one would be left."""
     for target in targets:
-        if target in taken:
+        file = os.path.realpath(target)
+        if file in taken:
             raise RequestError(
-                f"{target} is written by {taken[target]}too. Give each line an output of its own."
+                f"{target} is written by {taken[file]} too. Give each line an output of its own."
             )
-        taken[target] = place
+        taken[file] = place.removesuffix(": ")
 
 
 def _draw(engine: Engine, work: Work, bar: Bar, json: bool) -> None:
@@ -185,6 +229,9 @@ class Bar:
     def loading(self, component: str) -> None:
         """A component is being loaded."""
 
+    def read(self, component: str, done: int, total: int) -> None:
+        """So many bytes of it were read."""
+
     def show(self, event: Event) -> None:
         """Something happened."""
 
@@ -199,9 +246,16 @@ class TerminalBar(Bar):
     def __init__(self, progress: Any, task: Any) -> None:
         self.progress = progress
         self.task = task
+        self.start = time.perf_counter()
 
     def loading(self, component: str) -> None:
+        self.start = time.perf_counter()
         self.progress.update(self.task, description=f"loading {component}")
+
+    def read(self, component: str, done: int, total: int) -> None:
+        rate = done / 1e9 / max(time.perf_counter() - self.start, 1e-6)
+        figures = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate:.1f} GB/s"
+        self.progress.update(self.task, description=f"loading {component}: {figures}")
 
     def answer(self, text: str) -> None:
         self.progress.stop()  # takes the line away, which may stand on the same terminal as stdout

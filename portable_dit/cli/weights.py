@@ -1,4 +1,4 @@
-"""`portable-dit weights`: is a checkpoint whole? Torch-free."""
+"""`portable-dit weights`: is a checkpoint whole, a made-up one to try things with, and the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from portable_dit.cli.options import JsonFlag
 
-app = typer.Typer(no_args_is_help=True, help="Check the files of a checkpoint.")
+app = typer.Typer(no_args_is_help=True, help="Check, make up and cache the files of a checkpoint.")
 
 Folder = Annotated[str, typer.Argument(help="A checkpoint folder, or builtin for the one in the package.")]
 
@@ -48,6 +48,78 @@ def manifest(folder: Folder) -> None:
     if not root.is_dir():
         raise WeightsError(f"{root}: no such folder. Name the folder that holds model_index.json.")
     typer.echo(json_text.dumps(make_manifest(root), indent=2))
+
+
+@app.command()
+def init(
+    output: Annotated[Path, typer.Option("-o", "--output", help="A new or empty folder.")],
+    model: Annotated[str, typer.Option(help="Whose layout: h3-image.")] = "h3-image",
+    config: Annotated[str, typer.Option(help="tiny, or full (135 GB).")] = "tiny",
+    dialect: Annotated[
+        str,
+        typer.Option(
+            help="original, diffusers, comfy, comfy-curve, int8-convrot, fp8 or w4a8: whose files it is like."
+        ),
+    ] = "original",
+    seed: Annotated[int, typer.Option(help="Decides every number.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the files and tensors.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Write a checkpoint of random weights in the exact layout of the real one."""
+    from portable_dit.errors import WeightsError, near
+    from portable_dit.models.h3_image.random_checkpoint import plan_random, write_random
+
+    if model != "h3-image":
+        raise WeightsError(f"model {model!r}: has no random checkpoint.{near(model, ['h3-image'])}")
+
+    def show(path: str, size: int) -> None:
+        if sys.stderr.isatty() and not json:
+            typer.echo(f"writing {path}, {size:,} bytes", err=True)
+
+    if dry_run:
+        files = plan_random(config, dialect)
+    else:
+        files = write_random(output, config=config, dialect=dialect, seed=seed, on_file=show)
+    if json:
+        tensors = [
+            {
+                "path": f.path,
+                "bytes": f.bytes,
+                "tensors": {n: [d, list(s)] for n, (d, s) in f.tensors.items()},
+            }
+            for f in files
+        ]
+        typer.echo(json_text.dumps({"folder": str(output), "written": not dry_run, "files": tensors}))
+        return
+    if dry_run:
+        for file in files:
+            typer.echo(f"{file.path}: {file.bytes:,} bytes")
+            for name, (dtype, shape) in file.tensors.items():
+                typer.echo(f"  {name} {dtype} {list(shape)}")
+    total = f"{len(files)} files of weights, {sum(file.bytes for file in files):,} bytes"
+    typer.echo(f"{output}: {total}" + (", not written" if dry_run else ""))
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all entries.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """List the weights that were quantised while loading and kept (recipe key `cache: true`)."""
+    from portable_dit.weight_cache import cache_entries, cache_folder, clear_cache
+
+    entries = [] if clear else cache_entries()
+    freed = clear_cache() if clear else 0
+    if json:
+        listed = [{"path": str(e.path), "title": e.title, "bytes": e.bytes} for e in entries]
+        typer.echo(json_text.dumps({"folder": str(cache_folder()), "entries": listed, "freed_bytes": freed}))
+        return
+    if clear:
+        typer.echo(f"{cache_folder()}: {freed:,} bytes freed")
+        return
+    for entry in entries:
+        typer.echo(f"{entry.title}: {entry.bytes:,} bytes, {entry.path.name}")
+    typer.echo(f"{cache_folder()}: {len(entries)} entries, {sum(entry.bytes for entry in entries):,} bytes")
 
 
 def _found(folder: str) -> Path:

@@ -6,15 +6,17 @@ more: families that plugins bring; `catalog.py` finds them. A built-in name is n
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from portable_dit.errors import RecipeError, near
 from portable_dit.models.h3_image.family import H3Family
 from portable_dit.models.spec import Family, ModelSpec
+from portable_dit.paths import kind_of
 
 BUILTIN, RANDOM = "builtin", "random"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# ORG/NAME, with a revision and a folder or file inside when they are said: ORG/NAME@REVISION:FOLDER
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?(:[\w./-]+)?")
 FAMILIES: tuple[Family, ...] = (H3Family(),)
 
 
@@ -29,7 +31,7 @@ def find_family(model: str, more: Sequence[Family] = ()) -> Family:
 
 
 def checkpoint_folder(model: str, weights: str, more: Sequence[Family] = ()) -> Path | None:
-    """Where the recipe's weights lie; None for random ones and for a hub id, which has no folder yet.
+    """The folder or file of the recipe's weights; None for random ones and for a hub id.
 
     Raises RecipeError when the words mean nothing for this model.
     """
@@ -44,18 +46,41 @@ def checkpoint_folder(model: str, weights: str, more: Sequence[Family] = ()) -> 
         return shipped
     if weights == RANDOM:
         return None
-    folder = Path(weights).expanduser()
-    if folder.is_dir():
-        return folder
+    return local_weights("weights", weights)
+
+
+def local_weights(key: str, weights: str) -> Path | None:
+    """The folder or .safetensors file that the words name, None for a hub id. Raises RecipeError."""
+    place = Path(weights).expanduser()
+    kind = kind_of(place)
+    if kind == "folder" or (kind == "file" and place.suffix == ".safetensors"):
+        return place
+    if kind == "file":
+        raise RecipeError(
+            f"{key}: {weights}: not a .safetensors file, and no other format is read, since others can run "
+            "code. Convert it with the safetensors library."
+        )
     if HUB_ID.fullmatch(weights):
         return None
     raise RecipeError(
-        f"weights: {weights}: there is no such folder. "
-        "Say builtin, random, a folder, or a hub id like ORG/NAME."
+        f"{key}: {weights}: there is no such folder or file. "
+        "Say builtin, random, a folder, a .safetensors file, or a hub id like ORG/NAME."
     )
 
 
-def read_spec(model: str, weights: str, more: Sequence[Family] = ()) -> ModelSpec:
-    """The model's rules and sizes, from the checkpoint's configs where they are here, else as published."""
+def read_spec(
+    model: str,
+    checkpoint: Path | str | None,
+    more: Sequence[Family] = (),
+    *,
+    dialect: str = "auto",
+    components: Mapping[str, Path] | None = None,
+) -> ModelSpec:
+    """The model's rules and sizes, from the checkpoint's configs where they are here, else as published.
+
+    checkpoint: its folder or file, or the words of a recipe for them.
+    """
     family = find_family(model, more)
-    return family.read_spec(model, checkpoint_folder(model, weights, more) or family.models[model])
+    if isinstance(checkpoint, str):
+        checkpoint = checkpoint_folder(model, checkpoint, more)
+    return family.read_spec(model, checkpoint or family.models[model], dialect=dialect, components=components)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COMPONENTS = ("text_encoder", "dit", "vae")
+TILE_BATCH = 16  # tiles that a VAE takes at once where memory allows
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Quantised formats hold one byte per weight. Here: bytes of one scale, and the block of rows and columns that
 # shares it, 0 = the whole side.
@@ -53,8 +54,21 @@ def matches(name: str, globs: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True)
+class Tier:
+    """A size that people ask for by name. shrink: sides are drawn that much longer, then resized."""
+
+    name: str
+    area: int  # pixels that are drawn
+    shrink: int = 1
+
+
+@dataclass(frozen=True)
 class SizeRules:
-    """Which canvases a model draws. Sides in pixels; max_ratio is the longer side over the shorter."""
+    """Which canvases a model draws. Sides in pixels; max_ratio is the longer side over the shorter.
+
+    tiers: sizes with a name. small_pixels: up to this area a picture is drawn at about the area `well_drawn`
+    and resized; 0 draws every size as it is.
+    """
 
     multiple: int
     min_side: int
@@ -62,6 +76,29 @@ class SizeRules:
     max_pixels: int
     max_ratio: float
     default: tuple[int, int]  # width, height
+    tiers: tuple[Tier, ...] = ()
+    small_pixels: int = 0
+    well_drawn: int = 0
+
+    def of_ratio(self, area: float, ratio: float) -> tuple[int, int]:
+        """The canvas of an area and a ratio, width over height: sides rounded, else the nearest legal one."""
+        ideal = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        wide, high = (round(side / self.multiple) * self.multiple for side in ideal)
+        both = (wide, high)
+        if self._allows(wide, high) and all(self.min_side <= side <= self.max_side for side in both):
+            return both
+        return self.nearest(*ideal)
+
+    def enlarged(self, width: int, height: int) -> tuple[int, int]:
+        """The canvas on which a legal size is drawn: itself, or a whole multiple when it is small."""
+        if width * height > self.small_pixels:
+            return width, height
+        times = max(round(math.sqrt(self.well_drawn / (width * height))), 1)
+        while times > 1 and (
+            max(width, height) * times > self.max_side or not self._allows(width * times, height * times)
+        ):
+            times -= 1
+        return width * times, height * times
 
     def nearest(self, width: float, height: float) -> tuple[int, int]:
         """The legal canvas closest to width x height: in ratio above all, then in area."""
@@ -112,13 +149,18 @@ class LinearGroup:
 
 @dataclass(frozen=True)
 class Workload:
-    """One request as the plan sees it. reference_sizes: (width, height) after the model's own rule."""
+    """One request as the plan sees it.
+
+    reference_sizes: (width, height) after the model's own rule. tile_batch: most tiles that the VAE takes at
+    once; a plan lowers it where they would not fit.
+    """
 
     width: int
     height: int
     prompt_tokens: int
     reference_sizes: tuple[tuple[int, int], ...] = ()
     images: int = 1
+    tile_batch: int = TILE_BATCH
 
 
 @dataclass(frozen=True)
@@ -172,6 +214,9 @@ class ModelSpec(ABC):
     prompt_tokens: int  # what a plan assumes of a prompt
     notes: tuple[str, ...]  # defaults that were used because the checkpoint does not say
     linears: tuple[LinearGroup, ...]  # all that a format may be put on; no other layer is ever quantised
+    requires: Mapping[str, str] = field(default_factory=dict)  # module it runs on -> what to type to get it
+    # Seams of the DiT whose result one linear layer alone reads, and that layer; `*` is the block's number.
+    producers: tuple[tuple[str, str], ...] = ()
 
     @abstractmethod
     def rows(self, workload: Workload) -> int:
@@ -261,7 +306,10 @@ class Model(Protocol):
     def schedule(self, steps: int) -> Schedule: ...
 
     def encode_prompt(self, prompt: str, references: Sequence[np.ndarray]) -> Any:
-        """Text states and what else the encoder gives. references: uint8 RGB [H, W, 3], already sized."""
+        """Text states and what else the encoder gives, as tensors, tuples and dataclasses.
+
+        A copy of it on the host must do as well. references: uint8 RGB [H, W, 3], already sized.
+        """
         ...
 
     def prepare(
@@ -272,6 +320,8 @@ class Model(Protocol):
         height: int,
         schedule: Schedule,
         seed: int,
+        *,
+        tile_batch: int = TILE_BATCH,
     ) -> Denoiser:
         """References encoded to latents, rows packed, positions and modulation indices laid out."""
         ...
@@ -280,8 +330,15 @@ class Model(Protocol):
         """Shape of one image's latents without batch: (C, h, w)."""
         ...
 
-    def decode(self, latents: Tensor, *, run: TileRunner) -> Tensor:
-        """Latents [1, C, h, w] float32 -> pixels uint8 [H, W, 3] on the device."""
+    def noise(self, width: int, height: int, references: Sequence[np.ndarray], seed: int) -> Tensor:
+        """What one image starts from: float32 [1, C, h, w], drawn on the host from the seed."""
+        ...
+
+    def decode(self, latents: Tensor, *, run: TileRunner, tile_batch: int = TILE_BATCH) -> Tensor:
+        """Latents [1, C, h, w] float32 -> pixels uint8 [H, W, 3] on the device, perhaps a view of [3, H, W].
+
+        run: calls the network on each batch of at most `tile_batch` tiles, all of one shape.
+        """
         ...
 
     def preview(self, latents: Tensor) -> Tensor:
@@ -293,11 +350,14 @@ class Model(Protocol):
 class TensorSource:
     """Stored tensors, by name, that make one parameter: make(*tensors) has the parameter's shape.
 
-    A tensor stored in 8 bits with a scale beside it is expanded by the loader before it gets here.
+    A tensor stored in 8 bits with a scale beside it is expanded by the loader before it gets here. by_rows:
+    make only puts whole rows in order, so that it may be given 8-bit values as they are, and then their
+    scales [N, 1], for a layer that runs in that very format.
     """
 
     names: tuple[str, ...]
     make: Callable[..., Tensor]
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -306,6 +366,17 @@ class TensorMap:
 
     sources: Mapping[str, TensorSource]
     unused: frozenset[str]
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """What to fetch of a hub repository, and of others for what it lacks.
+
+    names: files of the repository. elsewhere: component -> (repository, folder in it).
+    """
+
+    names: tuple[str, ...]
+    elsewhere: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -323,18 +394,43 @@ class Family(Protocol):
         """What recipes call its models, each with the folder of the checkpoint that ships with it, if any."""
         ...
 
-    def read_spec(self, model: str, folder: Path | None) -> ModelSpec:
-        """The spec from the configs in a checkpoint's folder; None = as published. Needs no torch."""
+    def read_spec(
+        self,
+        model: str,
+        checkpoint: Path | None,
+        *,
+        dialect: str = "auto",
+        components: Mapping[str, Path] | None = None,
+    ) -> ModelSpec:
+        """The spec from the configs of a checkpoint's folder or file; None = as published. Needs no torch.
+
+        dialect: how its tensors are named and ordered, when they do not say. components: the folders or
+        files of parts that lie elsewhere.
+        """
         ...
 
     def build(self, spec: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> Model:
         """The model of a spec of this family on the meta device, each component in its dtype."""
         ...
 
-    def folder(self, component: str) -> str:
-        """The component's folder inside a checkpoint."""
+    def place(self, component: str, spec: ModelSpec) -> Path:
+        """The folder or file of the component's tensors, inside the checkpoint or absolute."""
         ...
 
-    def tensor_map(self, component: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> TensorMap:
-        """How the stored tensors of a component, given by name and shape, become its parameters."""
+    def tensor_map(
+        self,
+        component: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        spec: ModelSpec,
+        *,
+        texts: Mapping[str, bytes] | None = None,
+    ) -> TensorMap:
+        """How the stored tensors of a component, given by name and shape, become its parameters.
+
+        texts: what the short rows of bytes among them hold.
+        """
+        ...
+
+    def hub_files(self, names: Sequence[str], *, dialect: str = "auto") -> HubFiles:
+        """Which files of a hub repository make one checkpoint. Raises WeightsError when none do."""
         ...

@@ -21,6 +21,8 @@ from portable_dit.models.h3_image.config import (
 )
 from portable_dit.models.h3_image.dit import H3Transformer
 from portable_dit.models.h3_image.model import H3Image, build
+from portable_dit.models.h3_image.qwen_config import QwenConfig
+from portable_dit.models.h3_image.qwen_files import write_qwen_files
 from portable_dit.models.h3_image.text import MiniTextEncoder
 from portable_dit.models.h3_image.vae import ImageVAE
 from portable_dit.weights import Checkpoint, load_component
@@ -77,19 +79,30 @@ def randomize(module: nn.Module, seed: int = 0) -> None:
         parameter.data.copy_(scale * noise + (1.0 if near_one else 0.0))
 
 
+def text_encoder(config: H3Config) -> nn.Module:
+    if not isinstance(config.text, QwenConfig):
+        return MiniTextEncoder(config.text)
+    from portable_dit.models.h3_image.qwen import QwenEncoder  # takes seconds, which few tests need
+
+    return QwenEncoder(config.text)
+
+
 def write_checkpoint(folder: Path, config: H3Config = CONFIG) -> Path:
     """The folder, filled with configs, word list and random weights in our own dialect."""
     parts = {
         "transformer": (config.dit, H3Transformer(config.dit)),
         "vae": (config.vae, ImageVAE(config.vae)),
-        "text_encoder": (config.text, MiniTextEncoder(config.text)),
+        "text_encoder": (config.text, text_encoder(config)),
     }
     for seed, (name, (part, module)) in enumerate(parts.items()):
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text(json.dumps(part.to_dict()))
         randomize(module, seed)
         save_file(dict(module.state_dict()), folder / name / "model.safetensors")
-    (folder / "text_encoder" / "vocab.txt").write_text("\n".join(WORDS))
+    if isinstance(config.text, QwenConfig):
+        write_qwen_files(folder, config.text)
+    else:
+        (folder / "text_encoder" / "vocab.txt").write_text("\n".join(WORDS))
     (folder / "scheduler").mkdir()
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config.scheduler.to_dict()))
     (folder / "model_index.json").write_text(json.dumps({"canvas": config.canvas.to_dict()}))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from h3_tiny import CONFIG, DIT, TEXT, VAE, write_checkpoint
 
 from portable_dit.errors import WeightsError
-from portable_dit.models.h3_image.config import DiTConfig, H3Config, SchedulerConfig, VAEConfig
+from portable_dit.models.h3_image.config import DiTConfig, H3Config, SchedulerConfig, TextConfig, VAEConfig
+from portable_dit.models.h3_image.qwen_config import TINY_QWEN, QwenConfig
 
 ORIGINAL = {
     "hidden_size": 5376, "num_layers": 50, "token_refiner_num_layers": 2, "num_attention_heads": 56,
@@ -51,6 +53,43 @@ def test_a_vae_config_in_diffusers_spelling_gives_the_published_sizes() -> None:
     assert config.decoder_hidden_size == 1024
     assert config.rope_pairs == 24
     assert any("latents_mean" in note for note in config.notes)
+
+
+def test_an_unknown_text_encoder_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(WeightsError, match=r"kind = 'qwen3_vll'.*qwen3_vl"):
+        TextConfig.from_dict({"kind": "qwen3_vll"})
+
+
+def test_the_big_text_encoder_is_known_by_its_model_type_and_comes_back_as_written(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "h3")
+    (folder / "processor").mkdir()
+    config = replace(TINY_QWEN, processor=replace(TINY_QWEN.processor, min_pixels=4096))
+    (folder / "text_encoder" / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(config.processor_dict()))
+    with pytest.raises(WeightsError, match="gives states of width 16, the transformer takes 12"):
+        H3Config.from_folder(folder)
+    dit = replace(DIT, text_dim=16).to_dict()
+    (folder / "transformer" / "config.json").write_text(json.dumps(dit))
+    assert H3Config.from_folder(folder).text == config
+
+
+def test_older_files_of_the_big_text_encoder_are_read_too() -> None:
+    raw = QwenConfig().to_dict()
+    rope = raw["text_config"].pop("rope_parameters")
+    raw["text_config"] |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"mrope_section": [24, 20, 20]}}
+    assert QwenConfig.from_dict(raw, QwenConfig().processor_dict()) == QwenConfig()
+
+
+def test_an_encoder_with_too_few_layers_is_refused_since_its_last_state_is_normed() -> None:
+    raw = TINY_QWEN.to_dict()
+    raw["text_config"]["num_hidden_layers"] = 50
+    with pytest.raises(WeightsError, match=r"50 layers.*must be more than 50"):
+        QwenConfig.from_dict(raw)
+
+
+def test_a_missing_image_processor_is_admitted() -> None:
+    notes = QwenConfig.from_dict(TINY_QWEN.to_dict()).notes
+    assert any("min_pixels" in note and "65536" in note for note in notes)
 
 
 def test_a_value_of_the_wrong_kind_is_refused_by_name() -> None:

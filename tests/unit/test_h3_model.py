@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from h3_tiny import CONFIG, load, write_checkpoint
+from h3_tiny import CONFIG, FLOAT32, load, write_checkpoint
 from torch import Tensor
 
 from portable_dit.errors import RequestError, WeightsError
@@ -185,10 +185,10 @@ def test_heads_that_do_not_match_the_steps_are_refused(folder: Path) -> None:
         build(config, {})
 
 
-def test_an_unknown_text_encoder_is_refused(folder: Path) -> None:
+def test_the_small_text_encoder_needs_its_word_list(folder: Path) -> None:
     config = H3Config.from_folder(folder)
-    with pytest.raises(WeightsError, match="text encoder of kind 'qwen3_vl'"):
-        build(replace(config, text=replace(config.text, kind="qwen3_vl")), {})
+    with pytest.raises(WeightsError, match="needs its word list"):
+        build(replace(config, folder=None), FLOAT32)
 
 
 def test_components_are_reached_by_name(model: H3Image) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from h3_tiny import VAE, randomize, without_refine
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from portable_dit.models.h3_image.config import VAEConfig
-from portable_dit.models.h3_image.tiling import tile_axis
+from portable_dit.models.h3_image.tiling import TileAxis, batch_size, tile_axis
 from portable_dit.models.h3_image.vae import ImageVAE, ResBlock, blend_tiles, cut_tiles, run_tiles
 
 
@@ -171,3 +174,77 @@ def test_low_precision_blocks_keep_the_picture() -> None:
     z = torch.randn(1, 24, 4, 4)
     error = (high.decode_tile(z) - low.decode_tile(z)).norm() / high.decode_tile(z).norm()
     assert 0 < error < 0.03
+
+
+@given(count=st.integers(1, 500), most=st.integers(1, 64))
+def test_batches_of_tiles_are_as_equal_as_memory_allows(count: int, most: int) -> None:
+    size = batch_size(count, most)
+    assert 1 <= size <= max(min(count, most), 1)
+    waste = -(-count // size) * size - count
+    assert waste <= -(-count // most) * most - count or count <= most
+
+
+def test_the_tiles_of_large_squares_waste_nothing() -> None:
+    assert batch_size(121, 16) == 11
+    assert batch_size(441, 16) == 9
+    assert batch_size(25, 16) == 13
+
+
+@torch.no_grad()
+def test_every_batch_that_the_network_sees_has_one_shape() -> None:
+    vae = tiny()
+    shapes = []
+
+    def run(network: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+        shapes.append(batch.shape)
+        return network(batch)
+
+    latents = torch.randn(1, 24, 14, 20)
+    vae.decode(latents, max_tiles=4, run=run)
+    assert len(shapes) > 1
+    assert len(set(shapes)) == 1
+
+
+@torch.no_grad()
+def test_every_tile_contributes_to_the_picture() -> None:
+    """Tiles that each give a grey of their own: every one of them shows somewhere, alone or in a blend."""
+    size, overlap = 64, 16
+    axis = tile_axis(256, tile=size, overlap=overlap, step=16)
+    count = len(axis.starts)
+    for tile in range(count * count):
+        tiles = torch.zeros(count, count, 1, 1, size, size)
+        tiles[tile // count, tile % count] = 1.0
+        picture = blend_tiles(tiles, axis, axis)
+        assert picture.max() == 1.0
+        rows, columns = picture[0, 0].nonzero().T
+        assert rows.min() >= axis.starts[tile // count]
+        assert columns.max() < axis.starts[tile % count] + size
+
+
+@pytest.mark.parametrize("side", [512, 768, 1024, 2048, 4096])
+def test_a_smooth_latent_decodes_without_steps_at_tile_borders(side: int) -> None:
+    """A decoder that gets every tile a little wrong, as real ones do: too bright at one edge, too dark at the
+    other. In the picture no pixel differs from its neighbour by more than inside one tile and a fade.
+    """
+    axis = tile_axis(side, tile=256, overlap=64, step=16)
+    smooth = torch.linspace(0, 1, side)
+    error = torch.linspace(-0.1, 0.1, 256)
+    row = torch.stack([smooth[start : start + axis.size] + error for start in axis.starts])
+    tiles = row[None, :, None, None, None, :].expand(1, -1, 1, 1, 8, -1)
+    flat = TileAxis((0,), 8, ())
+    picture = blend_tiles(tiles, flat, axis)[0, 0, 0]
+    steps = picture.diff().abs()
+    inside = 1 / (side - 1) + 0.2 / 255
+    fade = 0.2 / min(axis.overlaps)
+    assert min(axis.overlaps) >= 64
+    assert steps.max() <= inside + fade
+
+
+@torch.no_grad()
+def test_pixels_leave_the_device_as_planes_and_are_laid_out_by_the_host() -> None:
+    vae = tiny()
+    pixels = vae.decode(torch.randn(1, 24, 6, 8))
+    assert pixels.dtype == torch.uint8
+    assert pixels.shape == (1, 96, 128, 3)
+    assert pixels.permute(0, 3, 1, 2).is_contiguous()
+    assert np.ascontiguousarray(pixels.numpy()).flags.c_contiguous

@@ -108,6 +108,14 @@ def test_a_named_backend_without_a_device_is_refused(shelf: Shelf) -> None:
         select_backend("beta")
 
 
+def test_a_backend_without_a_device_says_why_it_has_none(shelf: Shelf) -> None:
+    shelf.backend("beta", devices=0, more="\nSome.absence = lambda self: 'no driver 580'\n")
+    found = status(load_plugins(), "beta")
+    assert (found.ok, found.devices, found.reason) == (True, (), "no driver 580")
+    with pytest.raises(BackendError, match="finds no device here: no driver 580"):
+        select_backend("beta")
+
+
 def test_an_unknown_backend_names_the_near_one(shelf: Shelf) -> None:
     shelf.backend("alpha")
     with pytest.raises(BackendError, match=r"'alpa' is not installed.*Did you mean 'alpha'.*alpha, cpu"):

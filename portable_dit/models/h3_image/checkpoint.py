@@ -1,9 +1,10 @@
 """From the tensors of a checkpoint to the parameters of these modules.
 
-Three dialects hold one model: the original files, diffusers' conversion, and our own. They differ in names,
-in the row order of fused projections, in which half of a gated projection comes first, and in how the heads
-of single steps are packed. All shapes agree, so a wrong guess loads in silence and draws noise: the dialect
-is read from names that only it has, and the one thing names cannot tell (`qkv_rows`) is a config value.
+Four dialects hold one model: the original files, diffusers' conversion, ComfyUI's single files, and our own.
+They differ in names, in the row order of fused projections, in which half of a gated projection comes first,
+in how the heads of single steps are packed, and in whether numbers are quantised. All shapes agree, so a
+wrong guess loads in silence and draws noise: the dialect is read from names that only it has, and the one
+thing names cannot tell (`qkv_rows`) is a config value, settled in `places.py`.
 
 `tensor_map` looks at names and shapes alone. It answers, for each of our parameters, which stored tensors it
 is made of and how; a loader streams them.
@@ -13,39 +14,58 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from portable_dit.errors import WeightsError
 from portable_dit.models.h3_image.config import DiTConfig, H3Config, VAEConfig
+from portable_dit.models.h3_image.quantized import plain_sources
+from portable_dit.models.h3_image.qwen_config import QwenConfig
+from portable_dit.models.h3_image.qwen_names import text_encoder_map
 from portable_dit.models.spec import TensorMap, TensorSource
 
 Shapes = Mapping[str, tuple[int, ...]]
 FOLDERS = {"dit": "transformer", "vae": "vae", "text_encoder": "text_encoder"}
+# What single files may put before every name.
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "vae.", "text_encoder.")
 
 # A bank of offsets holds small corrections behind one full head: below this share of its norm.
 OFFSET_NORM = 0.5
 
 
-def tensor_map(component: str, shapes: Shapes, config: H3Config) -> TensorMap:
+def tensor_map(
+    component: str, shapes: Shapes, config: H3Config, *, texts: Mapping[str, bytes] | None = None
+) -> TensorMap:
     """How the tensors of one component's files become its parameters.
 
-    shapes: name -> shape of everything stored. A name that no dialect knows stands for itself, so that the
-    loader reports it as unexpected. Raises WeightsError for packings that this version cannot read.
+    shapes: name -> shape of everything stored. texts: the bytes of the markers among them. A name that no
+    dialect knows stands for itself, so that the loader reports it as unexpected. Raises WeightsError for
+    packings that this version cannot read.
     """
-    marked = [name for name in shapes if name.endswith(".comfy_quant")]
-    if marked:
-        raise WeightsError(
-            f"{len(marked)} tensors such as {marked[0]!r} mark ComfyUI's quantised form, which is not read. "
-            "Use the checkpoint's original or diffusers files."
+    texts = texts or {}
+    prefix = next((p for p in PREFIXES if shapes and all(name.startswith(p) for name in shapes)), "")
+    if prefix:
+        bare = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
+        inner = tensor_map(
+            component, bare, config, texts={n.removeprefix(prefix): text for n, text in texts.items()}
         )
-    stored = {n: TensorSource((n,), _same) for n in shapes if not n.endswith(".weight_scale")}
+        sources = {
+            ours: replace(source, names=tuple(prefix + name for name in source.names))
+            for ours, source in inner.sources.items()
+        }
+        return TensorMap(sources, frozenset(prefix + name for name in inner.unused))
+    stored, serving = plain_sources(shapes, texts)
     if component == "dit":
-        return _dit_map(stored, shapes, config.dit)
-    if component == "vae":
-        return _vae_map(stored, shapes, config.vae)
-    return TensorMap(stored, frozenset())
+        plan = _dit_map(stored, shapes, config.dit)
+    elif component == "vae":
+        plan = _vae_map(stored, shapes, config.vae)
+    elif isinstance(config.text, QwenConfig):
+        plan = text_encoder_map(stored, config.text)
+    else:
+        plan = TensorMap(stored, frozenset())
+    return TensorMap(plan.sources, plan.unused | serving)
 
 
 def stack_qkv_rows(rows: Tensor, heads: int) -> Tensor:
@@ -68,16 +88,17 @@ def last_tap(kernel: Tensor) -> Tensor:
     return kernel[:, :, -1].contiguous() if kernel.ndim == 5 else kernel
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _then(source: TensorSource, change: Callable[[Tensor], Tensor], *, by_rows: bool = False) -> TensorSource:
+    """The source with a change behind it. by_rows: the change only puts whole rows in order."""
+    return TensorSource(
+        source.names, lambda *tensors: change(source.make(*tensors)), by_rows=source.by_rows and by_rows
+    )
 
 
-def _then(source: TensorSource, change: Callable[[Tensor], Tensor]) -> TensorSource:
-    return TensorSource(source.names, lambda *tensors: change(source.make(*tensors)))
-
-
-def _join(sources: list[TensorSource], join: Callable[[list[Tensor]], Tensor]) -> TensorSource:
-    """One source of several: each takes its own share of the tensors."""
+def _join(
+    sources: list[TensorSource], join: Callable[[list[Tensor]], Tensor], *, by_rows: bool = False
+) -> TensorSource:
+    """One source of several: each takes its own share of the tensors. by_rows: as for `_then`."""
     ends = [0]
     for source in sources:
         ends.append(ends[-1] + len(source.names))
@@ -85,7 +106,8 @@ def _join(sources: list[TensorSource], join: Callable[[list[Tensor]], Tensor]) -
     def make(*tensors: Tensor) -> Tensor:
         return join([s.make(*tensors[ends[i] : ends[i + 1]]) for i, s in enumerate(sources)])
 
-    return TensorSource(tuple(name for source in sources for name in source.names), make)
+    names = tuple(name for source in sources for name in source.names)
+    return TensorSource(names, make, by_rows=by_rows and all(source.by_rows for source in sources))
 
 
 # Each table: pattern in diffusers' name -> ours, tried in order, the first match of a name wins for that
@@ -141,10 +163,10 @@ def _from_diffusers(
         if part:
             split.setdefault(ours, {})[part[1]] = source
         else:
-            sources[ours] = _then(source, swap_halves) if f".{gated}." in ours else source
+            sources[ours] = _then(source, swap_halves, by_rows=True) if f".{gated}." in ours else source
     for ours, parts in split.items():
         if parts.keys() == {"q", "k", "v"}:
-            sources[ours] = _join([parts["q"], parts["k"], parts["v"]], torch.cat)
+            sources[ours] = _join([parts["q"], parts["k"], parts["v"]], torch.cat, by_rows=True)
     return sources
 
 
@@ -160,7 +182,9 @@ def _dit_map(stored: Mapping[str, TensorSource], shapes: Shapes, config: DiTConf
         if config.qkv_rows == "interleaved" and "adaln_t_table" not in shapes:
             for name in [name for name in sources if name.endswith(".attn.qkv_proj.weight")]:
                 sources[name] = _then(
-                    sources[name], lambda rows: stack_qkv_rows(rows, config.num_attention_heads)
+                    sources[name],
+                    lambda rows: stack_qkv_rows(rows, config.num_attention_heads),
+                    by_rows=True,
                 )
     return TensorMap(_with_heads(sources, shapes, config), unused)
 
@@ -175,7 +199,9 @@ def _vae_map(stored: Mapping[str, TensorSource], shapes: Shapes, config: VAEConf
         if config.qkv_rows == "interleaved":
             for name in [name for name in sources if ".attn.to_qkv." in name]:
                 sources[name] = _then(
-                    sources[name], lambda rows: stack_qkv_rows(rows, config.decoder_num_attention_heads)
+                    sources[name],
+                    lambda rows: stack_qkv_rows(rows, config.decoder_num_attention_heads),
+                    by_rows=True,
                 )
     for name, source in sources.items():
         if len(shapes[source.names[0]]) == 5:

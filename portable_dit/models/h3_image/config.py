@@ -8,15 +8,17 @@ and diffusers'.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from portable_dit.errors import WeightsError, near
+from portable_dit.models.h3_image.config_json import plain, read_config, read_json
+from portable_dit.models.h3_image.qwen_config import QwenConfig, is_qwen
 
 REFERENCE_RULES = ("area", "short_edge", "fit", "canvas")
+REFERENCE_NOISES = ("fresh", "running")
 
 # Per-channel statistics of the H3 video VAE, MiniMax-H3 video_vae/config.json. The image VAE's own are
 # unpublished.
@@ -91,10 +93,12 @@ class DiTConfig:
         known = dict(raw)
         if "adaln_out_features" in raw and "hidden_size" in raw:
             known.setdefault("num_tags", raw["adaln_out_features"] // (6 * raw["hidden_size"]))
-        return _read(cls, known, _DIT_SPELLINGS, unpublished=("pdd_heads",), where="transformer/config.json")
+        return read_config(
+            cls, known, _DIT_SPELLINGS, unpublished=("pdd_heads",), where="transformer/config.json"
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(self)
+        return plain(self)
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class VAEConfig:
             "rope_ratio",
             "rope_axes",
         )
-        config = _read(cls, known, _VAE_SPELLINGS, unpublished=guesses, where="vae/config.json")
+        config = read_config(cls, known, _VAE_SPELLINGS, unpublished=guesses, where="vae/config.json")
         for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
             if len(values) != config.latent_channels:
                 raise WeightsError(
@@ -169,12 +173,12 @@ class VAEConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(self)
+        return plain(self)
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The conditioner. kind "mini": a frozen table, a projection and a few causal Qwen3-style layers.
+    """The small conditioner, kind "mini": a frozen table, a projection and a few causal Qwen3-style layers.
 
     picture_labels: put "<Picture i>: " before the prompt for each reference. max_tokens: longer prompts are
     refused.
@@ -196,10 +200,16 @@ class TextConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> TextConfig:
-        return _read(cls, raw, _TEXT_SPELLINGS, unpublished=(), where="text_encoder/config.json")
+        config = read_config(cls, raw, _TEXT_SPELLINGS, unpublished=(), where="text_encoder/config.json")
+        if config.kind != cls.kind:
+            raise WeightsError(
+                f"text_encoder/config.json: kind = {config.kind!r} is no text encoder of this version."
+                f"{near(config.kind, (cls.kind, QwenConfig.kind))}"
+            )
+        return config
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(self)
+        return plain(self)
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,9 @@ class SchedulerConfig:
     = clean; they are mixed with that much noise. reference_rule: "area" scales a reference to about
     `reference_pixels`, "short_edge" scales its short side to the root of that, "fit" only shrinks it to at
     most that area; "canvas" scales it to about the area of the picture that is drawn and takes no notice of
-    `reference_pixels`.
+    `reference_pixels`. reference_noise: "fresh" draws the noise of every reference from a new generator with
+    the request's seed, for one frame more than there are references, as the original does; "running" draws it
+    from one generator, reference by reference and then the target's, as diffusers does.
     """
 
     shift: float = 12.0
@@ -220,27 +232,33 @@ class SchedulerConfig:
     reference_rule: str = "area"
     reference_pixels: int = 1024 * 1024
     max_references: int = 16
+    reference_noise: str = "fresh"
     notes: tuple[str, ...] = ()
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> SchedulerConfig:
         guesses = ("shift", "condition_time", "reference_rule", "max_references")
         where = "scheduler/scheduler_config.json"
-        config = _read(cls, raw, {}, unpublished=guesses, where=where)
-        if config.reference_rule not in REFERENCE_RULES:
-            raise WeightsError(
-                f"{where}: reference_rule = {config.reference_rule!r} is not a rule of this version."
-                f"{near(config.reference_rule, REFERENCE_RULES)}"
-            )
+        config = read_config(cls, raw, {}, unpublished=guesses, where=where)
+        for name, known in (("reference_rule", REFERENCE_RULES), ("reference_noise", REFERENCE_NOISES)):
+            value = getattr(config, name)
+            if value not in known:
+                raise WeightsError(
+                    f"{where}: {name} = {value!r} is not a rule of this version.{near(value, known)}"
+                )
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(self)
+        return plain(self)
 
 
 @dataclass(frozen=True)
 class CanvasConfig:
-    """Which pictures the checkpoint draws, from the block "canvas" of model_index.json."""
+    """Which pictures the checkpoint draws, from the block "canvas" of model_index.json.
+
+    small_pixels: sizes up to this area are drawn at about the area `well_drawn` and made smaller. Defaults:
+    H3-Image's published sizes.
+    """
 
     multiple: int = 32
     min_side: int = 256
@@ -249,27 +267,39 @@ class CanvasConfig:
     max_ratio: float = 3.0
     default_width: int = 2048
     default_height: int = 2048
+    small_pixels: int = 0
+    well_drawn: int = 2048 * 2048
     max_prompt_characters: int = 8000
     notes: tuple[str, ...] = ()
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> CanvasConfig:
-        return _read(cls, raw, {}, unpublished=(), where="model_index.json, block canvas")
+        if not raw:
+            return PUBLISHED_CANVAS
+        return read_config(cls, raw, {}, unpublished=(), where="model_index.json, block canvas")
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(self)
+        return plain(self)
+
+
+# Requests for about 1K (1024 x 1024 and its ratios) are drawn at about 2048 x 2048: vLLM-Omni's announcement.
+PUBLISHED_CANVAS = CanvasConfig(small_pixels=1024 * 1024 * 5 // 4)
 
 
 @dataclass(frozen=True)
 class H3Config:
-    """All components of one checkpoint. folder: where it lies, for what is no tensor (the word list)."""
+    """All components of one checkpoint. folder: where it lies, for what is no tensor (the word list).
+
+    places: component -> the folder or file of its tensors, where that is not the usual folder.
+    """
 
     dit: DiTConfig = field(default_factory=DiTConfig)
     vae: VAEConfig = field(default_factory=VAEConfig)
-    text: TextConfig = field(default_factory=TextConfig)
+    text: TextConfig | QwenConfig = field(default_factory=TextConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    canvas: CanvasConfig = field(default_factory=CanvasConfig)
+    canvas: CanvasConfig = PUBLISHED_CANVAS
     folder: Path | None = None
+    places: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -277,34 +307,67 @@ class H3Config:
         return tuple(note for part in parts for note in part.notes)
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> H3Config:
+    def from_folder(
+        cls,
+        path: str | Path,
+        *,
+        dit: DiTConfig | None = None,
+        vae: VAEConfig | None = None,
+        places: Mapping[str, Path] | None = None,
+    ) -> H3Config:
         """The configs of a checkpoint folder laid out as model_index.json + one folder for each component.
 
+        dit, vae: configs that were read elsewhere. places: where components lie, when not in these folders.
         Raises WeightsError when a config is missing or is not JSON.
         """
-        root = Path(path)
-        index = _json(root / "model_index.json")
+        root, places = Path(path), dict(places or {})
+        index = _index(root)
         private = index.get("_minimax_h3", {})
-        scheduler = dict(_json(root / "scheduler" / "scheduler_config.json", required=False))
+        scheduler = dict(read_json(root / "scheduler" / "scheduler_config.json", required=False))
         if "video" in private.get("sigma_shift_scales", {}):
             scheduler.setdefault("shift", private["sigma_shift_scales"]["video"])
         if "base_schedule" in private:
             scheduler.setdefault("base_schedule", private["base_schedule"])
-        dit = DiTConfig.from_dict(_json(root / "transformer" / "config.json"))
+        dit = dit or DiTConfig.from_dict(read_json(root / "transformer" / "config.json"))
+        text = places.get("text_encoder", root / "text_encoder")
+        # A text encoder of another checkpoint brings its own tokenizer, if that lies beside it.
+        own = any((text.parent / name).is_dir() for name in ("tokenizer", "processor"))
         config = cls(
             dit=dit,
-            vae=VAEConfig.from_dict(_json(root / "vae" / "config.json")),
-            text=TextConfig.from_dict(_json(root / "text_encoder" / "config.json")),
+            vae=vae or VAEConfig.from_dict(read_json(root / "vae" / "config.json")),
+            text=_text_config(text, root),
             scheduler=SchedulerConfig.from_dict(scheduler),
             canvas=CanvasConfig.from_dict(index.get("canvas", {})),
-            folder=root,
+            folder=text.parent if own else root,
+            places=places,
         )
-        if config.text.kind == "mini" and config.text.hidden_size != dit.text_dim:
+        if config.text.hidden_size != dit.text_dim:
             raise WeightsError(
                 f"{root}: the text encoder gives states of width {config.text.hidden_size}, the transformer "
                 f"takes {dit.text_dim}: they must be equal. Check both config.json files."
             )
         return config
+
+
+def _index(root: Path) -> dict[str, Any]:
+    """What describes the checkpoint as a whole; single files and their neighbours have no such thing."""
+    modular = root / "modular_model_index.json"
+    whole = (root / "transformer").is_dir() and not modular.is_file()
+    return read_json(root / "model_index.json", required=whole) or read_json(modular, required=False)
+
+
+def _text_config(text: Path, root: Path) -> TextConfig | QwenConfig:
+    """The encoder's config; the big one comes with that of its image processor, in one of several places."""
+    alone = (
+        text.is_file() and text.suffix == ".safetensors"
+    )  # a single file has no config, and is the big one
+    raw = {} if alone else read_json(text / "config.json")
+    if not alone and not is_qwen(raw):
+        return TextConfig.from_dict(raw)
+    folders = (*(text.parent / name for name in ("processor", "tokenizer")), text, root / "processor")
+    places = (folder / "preprocessor_config.json" for folder in folders)
+    found = (read_json(place, required=False) for place in places)
+    return QwenConfig.from_dict(raw, next((processor for processor in found if processor), None))
 
 
 _DIT_SPELLINGS = {
@@ -329,71 +392,3 @@ _TEXT_SPELLINGS = {
     "intermediate_size": "ffn_size",
     "max_position_embeddings": "max_tokens",
 }
-
-Config = TypeVar("Config", DiTConfig, VAEConfig, TextConfig, SchedulerConfig, CanvasConfig)
-
-
-def _read(
-    cls: type[Config],
-    raw: Mapping[str, Any],
-    spellings: Mapping[str, str],
-    *,
-    unpublished: tuple[str, ...],
-    where: str,
-) -> Config:
-    """A config from a JSON object. Keys of other libraries are left alone; wrong types are refused."""
-    named = {spellings.get(key, key): value for key, value in raw.items()}
-    config = cls()
-    values: dict[str, Any] = {}
-    for f in fields(cls):
-        if f.name == "notes" or f.name not in named:
-            continue
-        default, value = getattr(config, f.name), named[f.name]
-        if isinstance(value, list):
-            value = tuple(value)
-        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        optional = default is None and (value is None or isinstance(value, tuple))
-        if not optional and type(value) is not type(default):
-            kind = "list" if default is None else type(default).__name__
-            raise WeightsError(
-                f"{where}: {f.name} = {value!r} must be a {kind}, such as {_short(default)}. "
-                "Restore the file from the checkpoint."
-            )
-        values[f.name] = value
-    notes = tuple(
-        f"{where} does not give {name}; using {_short(getattr(config, name))}, inferred from the family."
-        for name in unpublished
-        if name not in named
-    )
-    return replace(config, **values, notes=notes)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, tuple) and len(value) > 3:
-        return f"{len(value)} values of the H3 video VAE"
-    return str(value)
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """The config as JSON-able values, without notes, for a file written from the modules' own state dict."""
-    values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(config).items() if k != "notes"}
-    return {**values, "qkv_rows": "stacked"} if "qkv_rows" in values else values
-
-
-def _json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    if not path.is_file():
-        if not required:
-            return {}
-        raise WeightsError(
-            f"{path}: missing. A checkpoint of this family needs it; is the download complete?"
-        )
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WeightsError(
-            f"{path}: not readable as JSON ({error}). Restore it from the checkpoint."
-        ) from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path}: must hold a JSON object. Restore it from the checkpoint.")
-    return value

@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from portable_dit.models.h3_image.config import DiTConfig, TextConfig, VAEConfig
-from portable_dit.models.h3_image.tiling import tile_axis
+from portable_dit.models.h3_image.qwen_config import QwenConfig, VisionConfig
+from portable_dit.models.h3_image.tiling import batch_size, tile_axis
 
-MINI_TEXT = "mini"
-TILE_BATCH = 16  # tiles that the VAE takes at once, as in vae.py
 # What a convolution of equal width takes at its peak, in units of its input: the input, its padded copy, the
 # result, the blocked layouts of both that CPU libraries make, and the activation before it.
 CONV_COPIES = 6
@@ -106,34 +105,24 @@ class TextCounts:
     checkpoint: int
 
 
-@dataclass(frozen=True)
-class Qwen3VL:
-    """The text encoder of H3-Image: Qwen3-VL-32B, of which layers 0..49 and the vision tower are used."""
-
-    hidden_size: int = 5120
-    num_layers: int = 64
-    used_layers: int = 50
-    num_heads: int = 64
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    ffn_size: int = 25600
-    vocab_size: int = 151936
-    vision_parameters: int = 595_266_800
-    vision_hidden_size: int = 1152
-    vision_ffn_size: int = 4304
+def vision_parameters(v: VisionConfig) -> int:
+    """Parameters of the vision tower: patches, learned positions, blocks, and one merger for each way out."""
+    width, ffn = v.hidden_size, v.ffn_size
+    patch = v.in_channels * v.temporal_patch_size * v.patch_size**2
+    block = 4 * width + 4 * width * width + 4 * width + 2 * width * ffn + ffn + width
+    joined = v.merge_size**2 * width
+    merger = (joined + 1) * joined + (joined + 1) * v.out_hidden_size
+    mergers = merger + 2 * width + len(v.deepstack) * (merger + 2 * joined)
+    return (patch + 1) * width + v.num_position_embeddings * width + v.depth * block + mergers
 
 
-QWEN3_VL = Qwen3VL()
-
-
-def text_counts(c: TextConfig) -> TextCounts:
-    if c.kind != MINI_TEXT:
-        q = QWEN3_VL
-        attention = 2 * q.hidden_size * (q.num_heads + q.num_kv_heads) * q.head_dim
-        block = attention + 3 * q.hidden_size * q.ffn_size + 2 * q.hidden_size + 2 * q.head_dim
-        embedding = q.vocab_size * q.hidden_size
-        whole = q.num_layers * block + 2 * embedding + q.hidden_size + q.vision_parameters
-        return TextCounts(block, q.used_layers, embedding + q.vision_parameters, whole)
+def text_counts(c: TextConfig | QwenConfig) -> TextCounts:
+    if isinstance(c, QwenConfig):
+        attention = 2 * c.hidden_size * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+        block = attention + 3 * c.hidden_size * c.ffn_size + 2 * c.hidden_size + 2 * c.head_dim
+        embedding, vision = c.vocab_size * c.hidden_size, vision_parameters(c.vision)
+        whole = c.num_layers * block + 2 * embedding + c.hidden_size + vision
+        return TextCounts(block, c.used_layers, embedding + vision, whole)
     inner = c.num_attention_heads * c.head_dim
     block = 4 * c.hidden_size * inner + 3 * c.hidden_size * c.ffn_size + 2 * c.hidden_size + 2 * c.head_dim
     other = c.vocab_size * c.table_dim + c.table_dim * c.hidden_size
@@ -164,14 +153,14 @@ def _tiles(c: VAEConfig, width: int, height: int) -> tuple[int, int]:
     return len(rows.starts) * len(columns.starts), rows.size * columns.size
 
 
-def decode_live_bytes(c: VAEConfig, *, width: int, height: int, itemsize: int) -> int:
+def decode_live_bytes(c: VAEConfig, *, width: int, height: int, itemsize: int, tile_batch: int) -> int:
     """Most bytes alive at once while latents become pixels.
 
     Either a batch of tiles in a feed-forward (activation type) or in the tail (float32), beside the decoded
     tiles; or all tiles, their faded copy, the joined bands and the picture.
     """
     count, pixels = _tiles(c, width, height)
-    batch = min(count, TILE_BATCH)
+    batch = batch_size(count, tile_batch)
     tokens = pixels // c.ratio**2 + c.decoder_num_register_tokens + 1
     hidden, ffn = c.decoder_hidden_size, c.decoder_ffn_mult * c.decoder_hidden_size
     block = batch * tokens * (4 * 2 * hidden + itemsize * (hidden + 4 * ffn))
@@ -180,21 +169,23 @@ def decode_live_bytes(c: VAEConfig, *, width: int, height: int, itemsize: int) -
     return max(max(block, tail) + all_tiles, 2 * all_tiles + 2 * picture, 3 * picture)
 
 
-def encode_live_bytes(c: VAEConfig, *, width: int, height: int) -> int:
+def encode_live_bytes(c: VAEConfig, *, width: int, height: int, tile_batch: int) -> int:
     """Most bytes alive at once while a reference becomes latents, in float32: the first, widest stage.
 
     The residual, and what a convolution holds of a batch of tiles, beside all tiles.
     """
     count, pixels = _tiles(c, width, height)
-    stage = 4 * min(count, TILE_BATCH) * pixels * c.block_out_channels[0]
+    stage = 4 * batch_size(count, tile_batch) * pixels * c.block_out_channels[0]
     return (1 + CONV_COPIES) * stage + 12 * count * pixels + 12 * width * height
 
 
-def text_live_bytes(c: TextConfig, *, rows: int, vision_rows: int, itemsize: int) -> int:
+def text_live_bytes(c: TextConfig | QwenConfig, *, rows: int, vision_rows: int, itemsize: int) -> int:
     """Most bytes alive at once in the text encoder: one layer's feed-forward, or the vision tower's."""
-    if c.kind != MINI_TEXT:
-        q = QWEN3_VL
-        layer = rows * itemsize * (4 * q.hidden_size + 3 * q.ffn_size)
-        tower = 4 * vision_rows * itemsize * (4 * q.vision_hidden_size + 2 * q.vision_ffn_size)
+    if isinstance(c, QwenConfig):
+        v = c.vision
+        # Beside a layer's own: what the tower gave, once for the text and once for each layer it adds to.
+        seen = (1 + len(v.deepstack)) * vision_rows * c.hidden_size
+        layer = itemsize * (rows * (4 * c.hidden_size + 3 * c.ffn_size) + seen)
+        tower = v.merge_size**2 * vision_rows * itemsize * (4 * v.hidden_size + 2 * v.ffn_size)
         return max(layer, tower)
     return rows * itemsize * (4 * c.hidden_size + 5 * c.ffn_size)

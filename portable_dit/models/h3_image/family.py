@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable_dit.models.spec import Model, ModelSpec, TensorMap
+from portable_dit.models.spec import HubFiles, Model, ModelSpec, TensorMap
 
 if TYPE_CHECKING:
     import torch
@@ -22,17 +21,23 @@ class H3Family:
         "h3-image": None,
     }
 
-    def read_spec(self, model: str, folder: Path | None) -> ModelSpec:
+    def read_spec(
+        self,
+        model: str,
+        checkpoint: Path | None,
+        *,
+        dialect: str = "auto",
+        components: Mapping[str, Path] | None = None,
+    ) -> ModelSpec:
         from portable_dit.models.h3_image.config import H3Config
-        from portable_dit.models.h3_image.counts import QWEN3_VL
+        from portable_dit.models.h3_image.places import read_checkpoint
+        from portable_dit.models.h3_image.qwen_config import QwenConfig
         from portable_dit.models.h3_image.spec import make_spec
 
-        if folder is not None:
-            return make_spec(model, H3Config.from_folder(folder))
-        published = H3Config()
-        text = replace(published.text, kind="qwen3_vl", hidden_size=QWEN3_VL.hidden_size, picture_labels=True)
+        if checkpoint is not None:
+            return make_spec(model, read_checkpoint(checkpoint, dialect=dialect, components=components))
         note = "the checkpoint's configs are not here, so the published sizes of the model are used"
-        return make_spec(model, replace(published, text=text), notes=(note,))
+        return make_spec(model, H3Config(text=QwenConfig()), notes=(note,))
 
     def build(self, spec: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> Model:
         from portable_dit.models.h3_image.model import build
@@ -41,14 +46,28 @@ class H3Family:
         assert isinstance(spec, H3Spec)
         return build(spec.config, dtypes, spec=spec)
 
-    def folder(self, component: str) -> str:
+    def place(self, component: str, spec: ModelSpec) -> Path:
         from portable_dit.models.h3_image.checkpoint import FOLDERS
+        from portable_dit.models.h3_image.spec import H3Spec
 
-        return FOLDERS[component]
+        assert isinstance(spec, H3Spec)
+        return spec.config.places.get(component, Path(FOLDERS[component]))
 
-    def tensor_map(self, component: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> TensorMap:
+    def tensor_map(
+        self,
+        component: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        spec: ModelSpec,
+        *,
+        texts: Mapping[str, bytes] | None = None,
+    ) -> TensorMap:
         from portable_dit.models.h3_image.checkpoint import tensor_map
         from portable_dit.models.h3_image.spec import H3Spec
 
         assert isinstance(spec, H3Spec)
-        return tensor_map(component, shapes, spec.config)
+        return tensor_map(component, shapes, spec.config, texts=texts)
+
+    def hub_files(self, names: Sequence[str], *, dialect: str = "auto") -> HubFiles:
+        from portable_dit.models.h3_image.places import hub_files
+
+        return hub_files(names, dialect=dialect)

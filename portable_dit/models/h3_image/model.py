@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -19,13 +19,18 @@ from portable_dit.errors import WeightsError, near
 from portable_dit.masks import NO_MASK, Mask
 from portable_dit.models.h3_image.config import H3Config
 from portable_dit.models.h3_image.dit import Block, H3Transformer, ModulationTables
+from portable_dit.models.h3_image.noise import reference_noises, target_noise
 from portable_dit.models.h3_image.packing import TARGET_TIME, Packing, pack, patchify, unpatchify
+from portable_dit.models.h3_image.qwen_config import QwenConfig
 from portable_dit.models.h3_image.schedule import all_times, make_schedule, reference_time
 from portable_dit.models.h3_image.spec import H3Spec, make_spec
 from portable_dit.models.h3_image.text import Conditioner, Conditioning, MiniTextEncoder, WordPiece
 from portable_dit.models.h3_image.vae import ImageVAE
-from portable_dit.models.spec import COMPONENTS, Schedule, TileRunner, run_eagerly
+from portable_dit.models.spec import COMPONENTS, TILE_BATCH, Schedule, TileRunner, run_eagerly
 from portable_dit.ops import Modulation, Rotary
+
+if TYPE_CHECKING:
+    from portable_dit.models.h3_image.qwen import QwenConditioner
 
 PREVIEW_CELLS = 16  # of a preview's longer side: one tile, whatever the size of the picture
 
@@ -41,20 +46,35 @@ def build(config: H3Config, dtypes: Mapping[str, torch.dtype], *, spec: H3Spec |
             f"{heads} output heads for {steps} steps: there must be one for each step. Check pdd_heads in "
             "transformer/config.json and num_inference_steps in scheduler/scheduler_config.json."
         )
-    if config.text.kind != "mini" or config.folder is None:
-        raise WeightsError(
-            f"text encoder of kind {config.text.kind!r}: this version runs only the small built-in one, kind "
-            "'mini', from a folder with its vocab.txt. Use model h3-mini."
-        )
-    tokenizer = WordPiece.from_folder(config.folder / "text_encoder")
     with torch.device("meta"):
         return H3Image(
             config=config,
             spec=spec or make_spec("h3-image", config),
             dit=H3Transformer(config.dit, dtypes["dit"]),
             vae=ImageVAE(config.vae, dtypes["vae"]),
-            conditioner=Conditioner(MiniTextEncoder(config.text, dtypes["text_encoder"]), tokenizer),
+            conditioner=_build_conditioner(config, dtypes["text_encoder"]),
         )
+
+
+def _build_conditioner(config: H3Config, dtype: torch.dtype) -> Conditioner | QwenConditioner:
+    """The conditioner that the text encoder's config describes."""
+    if not isinstance(config.text, QwenConfig):
+        if config.folder is None:
+            raise WeightsError(
+                "weights: the small text encoder needs its word list. Name a folder, not random."
+            )
+        words = WordPiece.from_folder(config.folder / "text_encoder")
+        return Conditioner(MiniTextEncoder(config.text, dtype), words)
+    from portable_dit.models.h3_image.qwen import QwenConditioner, QwenEncoder
+    from portable_dit.models.h3_image.qwen_tokens import QwenTokenizer
+
+    if config.folder is None:  # random weights: tokens without meaning for states without meaning
+        from portable_dit.models.h3_image.qwen_files import byte_tokenizer
+
+        tokenizer = QwenTokenizer(byte_tokenizer(config.text))
+    else:
+        tokenizer = QwenTokenizer.from_checkpoint(config.folder)
+    return QwenConditioner(QwenEncoder(config.text, dtype), tokenizer)
 
 
 @dataclass(frozen=True)
@@ -104,7 +124,13 @@ class H3Image:
     """A loaded model; see `models.spec.Model`."""
 
     def __init__(
-        self, *, config: H3Config, spec: H3Spec, dit: H3Transformer, vae: ImageVAE, conditioner: Conditioner
+        self,
+        *,
+        config: H3Config,
+        spec: H3Spec,
+        dit: H3Transformer,
+        vae: ImageVAE,
+        conditioner: Conditioner | QwenConditioner,
     ) -> None:
         self.config = config
         self.spec = spec
@@ -143,7 +169,7 @@ class H3Image:
     @torch.no_grad()
     def encode_prompt(self, prompt: str, references: Sequence[np.ndarray]) -> Conditioning:
         """Text states and tags. Raises RequestError when the prompt holds nothing, or too much."""
-        return self.conditioner(prompt, len(references))
+        return self.conditioner(prompt, references)
 
     @torch.no_grad()
     def prepare(
@@ -154,11 +180,13 @@ class H3Image:
         height: int,
         schedule: Schedule,
         seed: int,
+        *,
+        tile_batch: int = TILE_BATCH,
     ) -> H3Denoiser:
         """References encoded and packed behind the text; see `models.spec.Model`."""
         device = self.dit.video_patch_proj.weight.device
         tables = self._tables_on(device)
-        latents = [self._reference_latents(image, len(references), seed) for image in references]
+        latents = self.reference_latents(references, seed, tile_batch)
         _, h, w = self.latent_shape(width, height)
         packing = pack(prompt.tags, [(z.shape[-2], z.shape[-1]) for z in latents], (h, w))
         prefix = self.dit.prefix(prompt.states[None].to(device), [patchify(z).to(device) for z in latents])
@@ -179,10 +207,18 @@ class H3Image:
         ratio = self.config.vae.ratio
         return self.config.vae.latent_channels, height // ratio, width // ratio
 
+    def noise(self, width: int, height: int, references: Sequence[np.ndarray], seed: int) -> Tensor:
+        """What the picture starts from: float32 [1, C, h, w] on the host, the same on every device."""
+        convention = self.config.scheduler.reference_noise
+        shapes = self._shapes(references)
+        return target_noise(self.latent_shape(width, height), shapes, seed, convention=convention)
+
     @torch.no_grad()
-    def decode(self, latents: Tensor, *, run: TileRunner = run_eagerly) -> Tensor:
-        """Latents float32 [1, C, h, w] -> pixels uint8 [H, W, 3]."""
-        return self.vae.decode(latents, run=run)[0]
+    def decode(
+        self, latents: Tensor, *, run: TileRunner = run_eagerly, tile_batch: int = TILE_BATCH
+    ) -> Tensor:
+        """Latents float32 [1, C, h, w] -> pixels uint8 [H, W, 3], a view of [3, H, W]."""
+        return self.vae.decode(latents, run=run, max_tiles=tile_batch)[0]
 
     @torch.no_grad()
     def preview(self, latents: Tensor) -> Tensor:
@@ -200,20 +236,23 @@ class H3Image:
         self._tables = ModulationTables(blocks, self._tables.final.to(device))
         return self._tables
 
-    def _reference_latents(self, image: np.ndarray, num_references: int, seed: int) -> Tensor:
-        """A reference as the transformer sees it, encoded and with a thousandth of noise: [1, C, h, w].
+    @torch.no_grad()
+    def reference_latents(
+        self, references: Sequence[np.ndarray], seed: int, tile_batch: int = TILE_BATCH
+    ) -> list[Tensor]:
+        """References as the transformer sees them, encoded, with a thousandth of noise: [1, C, h, w] each."""
+        scheduler, device = self.config.scheduler, self.vae.post_quant_conv.weight.device
+        time, shapes = scheduler.condition_time, self._shapes(references)
+        noises, _ = reference_noises(shapes, seed, convention=scheduler.reference_noise)
+        latents = []
+        for image, noise in zip(references, noises, strict=True):
+            pixels = torch.from_numpy(np.array(image))[None].to(device)  # a copy: image may be read-only
+            clean = self.vae.encode(pixels, max_tiles=tile_batch)
+            latents.append(time * clean + (1.0 - time) * noise.to(device))
+        return latents
 
-        The noise follows the original: for every reference a fresh generator with the request's seed, drawn
-        for one frame more than there are references, of which the first frame is used.
-        """
-        device = self.vae.post_quant_conv.weight.device
-        pixels = torch.from_numpy(np.array(image))[None].to(device)  # a copy: image may be read-only
-        clean = self.vae.encode(pixels)
-        batch, channels, h, w = clean.shape
-        generator = torch.Generator("cpu").manual_seed(seed)
-        noise = torch.randn((batch, channels, 1 + num_references, h, w), generator=generator)[:, :, 0]
-        time = self.config.scheduler.condition_time
-        return time * clean + (1.0 - time) * noise.to(device)
+    def _shapes(self, references: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
+        return [self.latent_shape(image.shape[1], image.shape[0]) for image in references]
 
     def _indices(
         self, packing: Packing, schedule: Schedule, device: torch.device

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from portable_dit.capabilities import AttentionRequest, FusionRequest
 from portable_dit.models.h3_image import counts
 from portable_dit.models.h3_image.config import H3Config
+from portable_dit.models.h3_image.qwen_config import QwenConfig
 from portable_dit.models.spec import (
     DTYPE_BYTES,
     Bytes,
@@ -16,17 +17,28 @@ from portable_dit.models.spec import (
     ModelSpec,
     Numbers,
     SizeRules,
+    Tier,
     Workload,
     linear_bytes,
     matches,
 )
 
 MAX_REFERENCE_RATIO = 4.0  # beyond, scaling to a fixed area makes slivers
-# "<Picture 1>: ", vision start and vision end: what a reference adds to the text beside its own patches.
-LABEL_ROWS = 7
+# "<Picture 16>: ", vision start and end: what a reference adds to the text at most, beside its patches.
+LABEL_ROWS = 9
+# 1K is drawn at 2048 x 2048 and halved, as vLLM-Omni does for H3-Image.
+TIERS = (Tier("1K", 2048 * 2048, shrink=2), Tier("2K", 2048 * 2048), Tier("4K", 4096 * 4096))
+# How the big model may be split. The ring is left out: its publishers' own servers keep it at 1.
+LAYOUTS = ("tensor", "ulysses", "data", "text_encoder_tensor", "vae_tiles")
+ASSUMED_PROMPT_TOKENS = 512  # of the big encoder, which takes far more than people write
 # Quantising these too costs far more quality than it saves: LPIPS 0.140 -> 0.161 in int8, 0.255 -> 0.308 in
 # fp8 (unsloth's figures for H3-Image).
 KEEP = ("condition_proj", "token_refiner")
+PRODUCERS = (
+    ("blocks.*.norm1", "blocks.*.attn.qkv_proj"),
+    ("blocks.*.norm2", "blocks.*.mlp.fc1"),
+    ("blocks.*.mlp.act", "blocks.*.mlp.fc2"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +68,20 @@ class H3Spec(ModelSpec):
                 ),
             ),
         ]
-        if text.kind == counts.MINI_TEXT:
-            head_dim, heads, kv_heads = text.head_dim, text.num_attention_heads, text.num_attention_heads
-        else:
-            qwen = counts.QWEN3_VL
-            head_dim, heads, kv_heads = qwen.head_dim, qwen.num_heads, qwen.num_kv_heads
-        causal = AttentionRequest(dtype, head_dim, heads, kv_heads, text_rows, mask="causal")
+        heads, kv_heads = text.num_attention_heads, text.num_attention_heads
+        if isinstance(text, QwenConfig):
+            kv_heads = text.num_key_value_heads
+            patches = text.vision.merge_size**2
+            requests += [  # each picture sees itself alone in the tower
+                (
+                    "text_encoder",
+                    _attention(
+                        dtype, text.vision.head_dim, text.vision.num_heads, patches * text.vision_rows(*size)
+                    ),
+                )
+                for size in dict.fromkeys(workload.reference_sizes)
+            ]
+        causal = AttentionRequest(dtype, text.head_dim, heads, kv_heads, text_rows, mask="causal")
         return (("text_encoder", causal), *requests)
 
     def fusion_requests(self, dtype: str) -> Sequence[FusionRequest]:
@@ -110,12 +130,15 @@ class H3Spec(ModelSpec):
 
     def _vision_rows(self, workload: Workload) -> int:
         """Rows by which the text encoder sees the references; the small one does not."""
-        if self.config.text.kind == counts.MINI_TEXT:
+        text = self.config.text
+        if not isinstance(text, QwenConfig):
             return 0
-        return sum(self._patches(*size) for size in workload.reference_sizes)
+        return sum(text.vision_rows(*size) for size in workload.reference_sizes)
 
     def _text_rows(self, workload: Workload) -> int:
-        labels = LABEL_ROWS * len(workload.reference_sizes) if self.config.text.picture_labels else 0
+        text = self.config.text
+        has_labels = isinstance(text, QwenConfig) or text.picture_labels
+        labels = LABEL_ROWS * len(workload.reference_sizes) if has_labels else 0
         return workload.prompt_tokens + labels + self._vision_rows(workload)
 
     def _prefix_rows(self, workload: Workload) -> int:
@@ -168,9 +191,13 @@ class H3Spec(ModelSpec):
             "encoder": 4 * encoder,
             "decoder": 4 * (decoder - in_linears) + item * in_linears - self._saved("vae", numbers),
         }
-        live = counts.decode_live_bytes(config, width=workload.width, height=workload.height, itemsize=item)
+        batch = workload.tile_batch
+        live = counts.decode_live_bytes(
+            config, width=workload.width, height=workload.height, itemsize=item, tile_batch=batch
+        )
         for width, height in workload.reference_sizes:
-            live = max(live, counts.encode_live_bytes(config, width=width, height=height))
+            encoding = counts.encode_live_bytes(config, width=width, height=height, tile_batch=batch)
+            live = max(live, encoding)
         return Bytes(sum(parts.values()), live, parts)
 
     def _text_bytes(self, workload: Workload, numbers: Numbers) -> Bytes:
@@ -199,6 +226,9 @@ def make_spec(model: str, config: H3Config, *, notes: tuple[str, ...] = ()) -> H
             max_pixels=canvas.max_pixels,
             max_ratio=canvas.max_ratio,
             default=(canvas.default_width, canvas.default_height),
+            tiers=tuple(tier for tier in TIERS if tier.area <= canvas.max_pixels),
+            small_pixels=canvas.small_pixels,
+            well_drawn=canvas.well_drawn,
         ),
         # Each output head belongs to one noise level, so another step count would meet the wrong heads.
         steps=(config.scheduler.num_inference_steps,),
@@ -219,13 +249,15 @@ def make_spec(model: str, config: H3Config, *, notes: tuple[str, ...] = ()) -> H
         ffn_size=dit.ffn_hidden_size,
         num_experts=0,
         keep=KEEP,
-        supported_layouts=(),
+        supported_layouts=LAYOUTS if isinstance(text, QwenConfig) else (),
         # float16 ends at 65504 and the family's activations reach hundreds before their products are summed.
         dtypes=("bfloat16", "float32"),
         float32_components=("vae",),
-        prompt_tokens=text.max_tokens if text.kind == counts.MINI_TEXT else 512,
+        prompt_tokens=ASSUMED_PROMPT_TOKENS if isinstance(text, QwenConfig) else text.max_tokens,
         notes=(*notes, *config.notes),
         linears=_linears(config),
+        requires={"transformers": "pip install 'portable-dit[h3]'"} if isinstance(text, QwenConfig) else {},
+        producers=PRODUCERS,
         config=config,
     )
 
@@ -256,13 +288,10 @@ def _linears(config: H3Config) -> tuple[LinearGroup, ...]:
 
 def _text_linears(config: H3Config) -> tuple[LinearGroup, ...]:
     text = config.text
-    if text.kind == counts.MINI_TEXT:
-        width, ffn, layers = text.hidden_size, text.ffn_size, text.num_layers
-        queries = keys = text.num_attention_heads * text.head_dim
-    else:
-        qwen = counts.QWEN3_VL
-        width, ffn, layers = qwen.hidden_size, qwen.ffn_size, qwen.used_layers
-        queries, keys = qwen.num_heads * qwen.head_dim, qwen.num_kv_heads * qwen.head_dim
+    width, ffn, layers = text.hidden_size, text.ffn_size, text.num_layers
+    queries = keys = text.num_attention_heads * text.head_dim
+    if isinstance(text, QwenConfig):
+        layers, keys = text.used_layers, text.num_key_value_heads * text.head_dim
     shapes = (
         ("self_attn.q_proj", width, queries),
         ("self_attn.k_proj", width, keys),

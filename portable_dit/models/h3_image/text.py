@@ -10,9 +10,11 @@ Letters: B batch, L tokens, C channels, N heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
@@ -176,8 +178,9 @@ class Conditioner:
         return pieces + words
 
     @torch.no_grad()
-    def __call__(self, prompt: str, num_references: int = 0) -> Conditioning:
-        ids = self.ids(prompt, num_references)
+    def __call__(self, prompt: str, references: Sequence[np.ndarray] = ()) -> Conditioning:
+        """This encoder does not see the references; they may have labels."""
+        ids = self.ids(prompt, len(references))
         tokens = torch.tensor([ids], device=self.encoder.embed_tokens.weight.device)
         states = self.encoder(tokens)[0]
         return Conditioning(states, torch.full((len(ids),), TEXT_TAG, device=states.device))

@@ -20,15 +20,12 @@ from torch import Tensor, nn
 
 from portable_dit.masks import NO_MASK
 from portable_dit.models.h3_image.config import VAEConfig
-from portable_dit.models.h3_image.tiling import TileAxis, tile_axis
-from portable_dit.models.spec import TileRunner, run_eagerly
+from portable_dit.models.h3_image.tiling import TileAxis, batch_size, tile_axis
+from portable_dit.models.spec import TILE_BATCH, TileRunner, run_eagerly
 from portable_dit.ops import Attention, HeadNormRotary, RMSNorm, Rotary, SwiGLU
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-MAX_TILES = (
-    16  # of 256 pixels in one batch: about 70 MB of activations in the widest layer of H3's own decoder
-)
 
 
 def conv3x3(c_in: int, c_out: int) -> nn.Conv2d:
@@ -266,7 +263,7 @@ class ImageVAE(nn.Module):
         pixels: Tensor = self.decoder(self.post_quant_conv(z))
         return pixels
 
-    def encode(self, pixels: Tensor, *, max_tiles: int = MAX_TILES) -> Tensor:
+    def encode(self, pixels: Tensor, *, max_tiles: int = TILE_BATCH) -> Tensor:
         """uint8 [B, H, W, 3] -> normalised latents float32 [B, C, h, w]. Sides are multiples of the ratio."""
         x = self.normalize_pixels(pixels.permute(0, 3, 1, 2).float() / 255)
         rows, columns = self._axes(x.shape[-2], x.shape[-1])
@@ -276,18 +273,22 @@ class ImageVAE(nn.Module):
         mean, logvar = blend_tiles(moments, rows // ratio, columns // ratio).chunk(2, dim=1)
         return self.normalize_latents(self._posterior(mean, logvar.clamp(-30.0, 20.0)))
 
-    def decode(self, latents: Tensor, *, max_tiles: int = MAX_TILES, run: TileRunner = run_eagerly) -> Tensor:
+    def decode(
+        self, latents: Tensor, *, max_tiles: int = TILE_BATCH, run: TileRunner = run_eagerly
+    ) -> Tensor:
         """Normalised latents float32 [B, C, h, w] -> uint8 [B, H, W, 3], rounded on the device.
 
-        run: calls the network on each batch of tiles.
+        The result is a view of [B, 3, H, W]: the host changes the layout once the bytes are there. On the
+        device that change has stalled repeated pictures of 4096 x 4096 (vLLM-Omni's announcement for
+        H3-Image). run: calls the network on each batch of tiles.
         """
         pixels = self.denormalize_pixels(
             self.decode_pixels(self.denormalize_latents(latents), max_tiles=max_tiles, run=run)
         )
-        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
 
     def decode_pixels(
-        self, z: Tensor, *, max_tiles: int = MAX_TILES, run: TileRunner = run_eagerly
+        self, z: Tensor, *, max_tiles: int = TILE_BATCH, run: TileRunner = run_eagerly
     ) -> Tensor:
         """Raw latents [B, C, h, w] -> ImageNet-normalised [B, 3, H, W], tiled and blended."""
         ratio = self.config.ratio
@@ -327,9 +328,18 @@ def cut_tiles(x: Tensor, rows: TileAxis, columns: TileAxis) -> Tensor:
 
 
 def run_tiles(network: Callable[[Tensor], Tensor], tiles: Tensor, max_tiles: int) -> Tensor:
-    """The network over [num_rows, num_columns, B, ...] tiles, at most `max_tiles` at once."""
-    done = [network(batch) for batch in torch.split(tiles.flatten(0, 2), max_tiles)]
-    joined = torch.cat(done)
+    """The network over [num_rows, num_columns, B, ...] tiles, at most `max_tiles` at once.
+
+    All batches have one shape, so that one captured graph serves them; the last is filled up with copies of
+    its own last tile, which are thrown away.
+    """
+    flat = tiles.flatten(0, 2)
+    size = batch_size(len(flat), max_tiles)
+    batches = list(torch.split(flat, size))
+    missing = size - len(batches[-1])
+    if missing:
+        batches[-1] = torch.cat([batches[-1], batches[-1][-1:].expand(missing, *flat.shape[1:])])
+    joined = torch.cat([network(batch) for batch in batches])[: len(flat)]
     return joined.reshape(*tiles.shape[:3], *joined.shape[1:])
 
 

@@ -1,0 +1,124 @@
+"""The text encoder of H3-Image: Qwen3-VL's vision tower and its first 50 decoder layers.
+
+The modules are transformers' own; around them is only what a state needs. They are put together here instead
+of through its model class because that class has a final norm, a word head and 14 layers more, and would read
+them all. Attention goes through our seam, by the hook transformers has for other attention functions, so that
+the plan's choice of a kernel reaches this encoder too.
+
+transformers takes seconds to import, so this file is imported when such an encoder is built, and only then.
+
+Letters: L tokens, P patches, V rows that pictures take in the text, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig, Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLTextDecoderLayer,
+    Qwen3VLTextRotaryEmbedding,
+    Qwen3VLVisionModel,
+    Qwen3VLVisionRotaryEmbedding,
+)
+
+from portable_dit.masks import NO_MASK, Causal, Mask
+from portable_dit.models.h3_image.qwen_config import QwenConfig
+from portable_dit.models.h3_image.qwen_tokens import QwenTokenizer, patches, present
+from portable_dit.models.h3_image.text import Conditioning
+from portable_dit.ops import Attention
+
+SEAM = "portable_dit"
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """An attention function as transformers calls it: [B, N, S, D] in, [B, S, N, D] out."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # [B, S, N, D]
+    mask: Mask = Causal() if module.is_causal and q.shape[1] > 1 else NO_MASK
+    seam = module.seam
+    assert isinstance(seam, Attention)
+    return seam(q, k, v, mask), None
+
+
+class QwenEncoder(nn.Module):
+    """Token ids and patches -> the state behind the last layer that is used, before any norm."""
+
+    def __init__(self, config: QwenConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        AttentionInterface.register(SEAM, _attend)
+        self.config = config
+        text = Qwen3VLTextConfig(**{**config.text_dict(), "num_hidden_layers": config.used_layers})
+        vision = Qwen3VLVisionConfig(**config.vision_dict())
+        text._attn_implementation = vision._attn_implementation = SEAM
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Qwen3VLTextDecoderLayer(text, n) for n in range(config.used_layers))
+        self.visual = Qwen3VLVisionModel(vision)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        for layer in self.layers:
+            attention = cast(nn.Module, layer.self_attn)
+            attention.seam = Attention(heads, config.head_dim, num_kv_heads=kv_heads)
+        for block in self.visual.blocks:
+            attention = cast(nn.Module, block.attn)
+            attention.seam = Attention(config.vision.num_heads, config.vision.head_dim)
+        self.to(dtype)
+        self.eval()
+        # Frequencies are in no file, so they must not be left on the meta device with the weights.
+        with torch.device("cpu"):
+            self.visual.rotary_pos_emb = Qwen3VLVisionRotaryEmbedding(vision)
+            self.rotary_emb = Qwen3VLTextRotaryEmbedding(text)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, pads: Tensor, pixels: Tensor | None, grids: Tensor
+    ) -> Tensor:
+        """The states [L, hidden_size].
+
+        ids: int64 [L]. positions: int64 [3, L]. pads: bool [L], V of them True. pixels: the patches of all
+        pictures, [P, ...], None without any. grids: int64 [pictures, 3], (1, patches down, patches across).
+        """
+        x: Tensor = self.embed_tokens(ids)  # [L, C]
+        features: Sequence[Tensor] = ()
+        if pixels is not None:
+            seen = self.visual(pixels.to(x.dtype), grid_thw=grids)
+            x = x.index_put((pads,), seen.pooler_output.to(x.dtype))
+            features = seen.deepstack_features
+        x = x[None]
+        rotary = self.rotary_emb(x, positions[:, None])
+        for depth, layer in enumerate(self.layers):
+            x = layer(x, position_embeddings=rotary, attention_mask=None)
+            if depth < len(features):  # what the tower saw half-way is added behind the first layers
+                x = x.clone()
+                x[0, pads] = x[0, pads] + features[depth]
+        return x[0]
+
+
+class QwenConditioner:
+    """The big text encoder with its tokenizer."""
+
+    def __init__(self, encoder: QwenEncoder, tokenizer: QwenTokenizer) -> None:
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+
+    @torch.no_grad()
+    def __call__(self, prompt: str, references: Sequence[np.ndarray] = ()) -> Conditioning:
+        """references: uint8 RGB [H, W, 3] each, at the model's size. Raises RequestError for a bad prompt."""
+        config, device = self.encoder.config, self.encoder.embed_tokens.weight.device
+        sizes = [config.vision_size(picture.shape[1], picture.shape[0]) for picture in references]
+        shown = present(prompt, sizes, self.tokenizer, config)
+        merge = config.vision.merge_size
+        grids = torch.tensor([(1, merge * down, merge * across) for down, across in shown.grids])
+        pixels = [patches(picture, config) for picture in references]
+        states = self.encoder(
+            shown.ids.to(device),
+            shown.positions.to(device),
+            shown.pads.to(device),
+            torch.cat(pixels).to(device) if pixels else None,
+            grids.to(device),
+        )
+        return Conditioning(states, shown.tags)

@@ -1,0 +1,38 @@
+"""What lies at a path, asked in one way: no name, however odd, makes the question itself fail.
+
+`pathlib`'s own questions raise for a name that is too long, for a NUL byte, and behind a folder that may not
+be entered; who asks them with what a person typed shows that person a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["file", "folder", "other", "hidden", "missing"]
+
+
+def kind_of(path: str | Path) -> Kind:
+    """What there is, links followed. other: a device or pipe. hidden: the system does not let us look.
+
+    missing: also for a text that cannot be a path.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except PermissionError:
+        return "hidden"
+    except (OSError, ValueError):
+        return "missing"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "file" if stat.S_ISREG(mode) else "other"
+
+
+def read_at_most(path: str | Path, most_bytes: int) -> bytes:
+    """The content, or its first most_bytes + 1 bytes, since a device may never end. Raises OSError."""
+    if "\0" in str(path):
+        raise FileNotFoundError(2, "a name cannot hold NUL", str(path))
+    with open(path, "rb") as file:
+        return file.read(most_bytes + 1)

@@ -1,0 +1,154 @@
+"""The large model from every kind of place, through the engine, at its tiny size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from portable_dit import Engine, Request
+from portable_dit.errors import PortableDitError, RecipeError, WeightsError
+from portable_dit.models.h3_image.random_checkpoint import write_random
+from portable_dit.recipe import make_recipe
+
+REQUEST = Request("a red apple", size=(256, 256))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for dialect in ("original", "diffusers", "comfy", "comfy-curve", "fp8"):
+        write_random(folder / dialect, config="tiny", dialect=dialect, seed=0)
+    return folder
+
+
+def draw(weights: Path | str, **keys: object) -> np.ndarray:
+    values = {"model": "h3-image", "weights": str(weights), "device": {"backend": "cpu"}, **keys}
+    with Engine.load(make_recipe({"precision": "float32", **values})) as engine:
+        return engine.generate(REQUEST).images[0].pixels
+
+
+def test_original_diffusers_and_single_files_draw_the_same_picture(checkpoints):
+    expected = draw(checkpoints / "original")
+    (file,) = (checkpoints / "comfy" / "diffusion_models").iterdir()
+    assert expected.std() > 1
+    assert np.array_equal(expected, draw(checkpoints / "diffusers"))
+    assert np.array_equal(expected, draw(file, checkpoint_dialect="comfy"))
+    swapped = {"dit": str(file)}
+    mixed = draw(checkpoints / "diffusers", components=swapped, checkpoint_dialect="comfy")
+    assert np.array_equal(expected, mixed)
+
+
+def test_stored_fp8_draws_the_same_expanded_and_as_it_is(checkpoints):
+    (file,) = (checkpoints / "fp8" / "diffusion_models").iterdir()
+    curve, expanded = draw(checkpoints / "comfy-curve"), draw(file)
+    difference = np.abs(curve.astype(int) - expanded).mean()
+    assert 0 < difference < 12
+
+
+def test_random_weights_need_no_checkpoint(tiny_checkpoint):
+    values = {"model": "h3-mini", "weights": "random", "device": {"backend": "cpu"}}
+    with Engine.load(make_recipe(values)) as engine:
+        assert engine.generate(Request("a red apple", size=(256, 256))).images[0].pixels.shape == (
+            256,
+            256,
+            3,
+        )
+
+
+def test_quantised_weights_are_kept_and_reused_when_the_recipe_says_so(
+    checkpoints, tmp_path, monkeypatch, cli
+):
+    monkeypatch.setenv("PORTABLE_DIT_CACHE", str(tmp_path / "cache"))
+    keys = {"quantization": {"dit": "int8_row"}}
+    plain = draw(checkpoints / "original", **keys)
+    assert not (tmp_path / "cache").exists()
+    made = draw(checkpoints / "original", cache=True, **keys)
+    (entry,) = json.loads(cli("weights", "cache", "--json").stdout)["entries"]
+    assert "int8_row" in entry["title"]
+    assert np.array_equal(plain, made)
+    stamp = Path(entry["path"]).stat().st_mtime_ns
+    assert np.array_equal(made, draw(checkpoints / "original", cache=True, **keys))
+    assert Path(entry["path"]).stat().st_mtime_ns == stamp
+    assert f"{entry['bytes']:,} bytes freed" in cli("weights", "cache", "--clear").stdout
+    assert not json.loads(cli("weights", "cache", "--json").stdout)["entries"]
+
+
+def test_the_command_line_makes_up_a_checkpoint_that_verifies(tmp_path, cli):
+    folder = tmp_path / "new"
+    made = cli("weights", "init", "-o", str(folder), "--dialect", "w4a8", "--seed", "5", "--json")
+    assert made.exit_code == 0, made.stderr
+    written = json.loads(made.stdout)
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")} == {
+        file["path"] for file in written["files"]
+    }
+    assert cli("weights", "verify", str(folder)).exit_code == 0
+    again = cli("weights", "init", "-o", str(folder))
+    assert again.exit_code == 2
+    assert "something already" in again.stderr
+
+
+def test_a_dry_run_lists_the_full_size_and_writes_nothing(tmp_path, cli):
+    done = cli("weights", "init", "-o", str(tmp_path / "new"), "--config", "full", "--dry-run")
+    assert "135,343,118,656 bytes, not written" in done.stdout
+    assert "blocks.49.attn.qkv_proj.weight BF16 [21504, 5376]" in done.stdout
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--config", "huge"), ("'huge' is not known", "tiny")),
+        (("--dialect", "comfi"), ("'comfi' is not known", "Did you mean 'comfy'")),
+        (("--model", "h3-mini"), ("'h3-mini'", "h3-image")),
+    ],
+)
+def test_an_unknown_layout_is_refused_with_the_near_name(tmp_path, cli, flags, words):
+    done = cli("weights", "init", "-o", str(tmp_path / "new"), *flags)
+    assert done.exit_code == 2
+    assert all(word in done.stderr for word in words)
+
+
+def test_a_file_of_another_kind_is_not_read(tmp_path):
+    other = tmp_path / "model.ckpt"
+    other.write_bytes(b"pickle")
+    with pytest.raises(RecipeError, match=r"not a \.safetensors file"):
+        draw(other)
+
+
+def test_a_checkpoint_without_a_part_says_which(checkpoints, tmp_path):
+    for name in ("transformer", "vae", "scheduler", "model_index.json"):
+        (tmp_path / name).symlink_to(checkpoints / "original" / name)
+    with pytest.raises(PortableDitError, match=r"text_encoder.config\.json: missing"):
+        draw(tmp_path)
+    picture = draw(tmp_path, components={"text_encoder": str(checkpoints / "original" / "text_encoder")})
+    assert np.array_equal(picture, draw(checkpoints / "original"))
+
+
+def test_a_damaged_marker_is_named(checkpoints, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    (file,) = (checkpoints / "fp8" / "diffusion_models").iterdir()
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(".comfy_quant"))
+    tensors[name] = tensors[name][:10].clone()
+    damaged = tmp_path / "damaged.safetensors"
+    save_file(tensors, damaged)
+    with pytest.raises(WeightsError, match=r"transformer_blocks.*comfy_quant: its text .* does not name"):
+        draw(checkpoints / "original", components={"dit": str(damaged)})
+
+
+def test_the_progress_line_says_how_fast_weights_are_read():
+    from rich.progress import Progress
+
+    from portable_dit.cli.run import TerminalBar
+
+    progress = Progress(disable=True)
+    task = progress.add_task("loading")
+    bar = TerminalBar(progress, task)
+    bar.loading("dit")
+    bar.start -= 2.0
+    bar.read("dit", 4_000_000_000, 66_000_000_000)
+    assert progress.tasks[0].description == "loading dit: 4.0 of 66.0 GB, 2.0 GB/s"
