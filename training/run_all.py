@@ -130,7 +130,8 @@ def unpack(source: Path, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
         elif path.suffix == ".tar":
             with tarfile.open(path) as archive:
-                archive.extractall(out, filter="data")
+                safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not before 3.11.4
+                archive.extractall(out, **safely)
 
 
 def run(arguments: argparse.Namespace) -> None:

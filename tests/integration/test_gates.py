@@ -38,7 +38,6 @@ OPEN = {
     "replace attribute": "5 of 6 right, 90 % needed; 69 % of 64 in the full report",
 }
 ROUNDING = 1e-6  # a share is a float32 mean: 27 of 30 is 0.89999998
-pytestmark = pytest.mark.xdist_group("gates")
 
 
 @pytest.fixture(scope="module")

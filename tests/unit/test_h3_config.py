@@ -144,3 +144,32 @@ def test_text_states_of_the_wrong_width_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_rule_for_references_names_the_near_one() -> None:
     with pytest.raises(WeightsError, match=r"'canvass' is not a rule.*Did you mean 'canvas'"):
         SchedulerConfig.from_dict({"reference_rule": "canvass"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_size", -1), ("num_attention_heads", 0), ("norm_eps", float("inf"))]
+)
+def test_a_number_that_no_model_can_be_built_with_is_refused(key: str, value: float) -> None:
+    with pytest.raises(WeightsError, match=f"{key} = .* must be above 0"):
+        DiTConfig.from_dict({**ORIGINAL, key: value})
+
+
+def test_parts_that_a_checkpoint_may_do_without_may_be_zero() -> None:
+    assert DiTConfig.from_dict({**ORIGINAL, "pdd_heads": 0, "token_refiner_num_layers": 0}).pdd_heads == 0
+    with pytest.raises(WeightsError, match="pdd_heads = -1 must be at least 0"):
+        DiTConfig.from_dict({**ORIGINAL, "pdd_heads": -1})
+
+
+@pytest.mark.parametrize("canvas", ['"x"', "[1]", '{"min_side": 0, "max_ratio": 0.0}'])
+def test_a_canvas_block_that_is_no_canvas_is_refused(tmp_path: Path, canvas: str) -> None:
+    write_checkpoint(tmp_path, CONFIG)
+    (tmp_path / "model_index.json").write_text(f'{{"canvas": {canvas}}}')
+    with pytest.raises(WeightsError, match="canvas"):
+        H3Config.from_folder(tmp_path)
+
+
+def test_json_nested_too_deep_to_read_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CONFIG)
+    (tmp_path / "model_index.json").write_text("[" * 200_000)
+    with pytest.raises(WeightsError, match="not readable as JSON"):
+        H3Config.from_folder(tmp_path)

@@ -71,3 +71,10 @@ def test_picture_labels_come_first_and_never_join_the_prompt(folder: Path) -> No
 def test_a_missing_word_list_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"vocab\.txt: missing"):
         WordPiece.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"a\nb\n", b"[UNK]\n\xff\xfe"])
+def test_a_word_list_that_cannot_serve_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "vocab.txt").write_bytes(content)
+    with pytest.raises(WeightsError, match=r"vocab\.txt: .*Restore it"):
+        WordPiece.from_folder(tmp_path)

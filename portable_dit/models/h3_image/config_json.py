@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -15,6 +16,21 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")
 
+# Parts that a checkpoint may do without; every other number of a config must be above zero.
+MAY_BE_ZERO = frozenset(
+    {
+        "pdd_heads",
+        "refine_channels",
+        "small_pixels",
+        "tile_overlap",
+        "token_refiner_num_layers",
+        "max_references",
+        "decoder_num_register_tokens",
+        "downsample_stages",
+        "condition_time",
+    }
+)
+
 
 def read_config(
     cls: type[Config],
@@ -24,11 +40,13 @@ def read_config(
     unpublished: tuple[str, ...],
     where: str,
 ) -> Config:
-    """A config from a JSON object. Keys of other libraries are left alone; wrong types are refused.
+    """A config from a JSON object. Keys of other libraries are left alone; wrong types and numbers are refused.
 
     spellings: other names of a field. unpublished: fields whose default leaves a note when it is used. where:
     the file, for messages.
     """
+    if not isinstance(raw, Mapping):
+        raise WeightsError(f"{where}: must hold a JSON object. Restore the file from the checkpoint.")
     named = {spellings.get(key, key): value for key, value in raw.items()}
     config = cls()
     values: dict[str, Any] = {}
@@ -47,6 +65,7 @@ def read_config(
                 f"{where}: {f.name} = {value!r} must be a {kind}, such as {_short(default)}. "
                 "Restore the file from the checkpoint."
             )
+        _require_sound(value, f.name, where)
         values[f.name] = value
     notes = tuple(
         f"{where} does not give {name}; using {_short(getattr(config, name))}, inferred from the family."
@@ -54,6 +73,17 @@ def read_config(
         if name not in named
     )
     return replace(config, **values, notes=notes)
+
+
+def _require_sound(value: Any, name: str, where: str) -> None:
+    """Numbers are finite, and above zero where a model cannot be built without."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not math.isfinite(value) or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+        least = "at least 0" if name in MAY_BE_ZERO else "above 0"
+        raise WeightsError(
+            f"{where}: {name} = {value!r} must be {least}. Restore the file from the checkpoint."
+        )
 
 
 def _short(value: Any) -> str:
@@ -77,7 +107,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(
             f"{path}: not readable as JSON ({error}). Restore it from the checkpoint."
         ) from error

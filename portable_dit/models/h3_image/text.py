@@ -28,6 +28,7 @@ from portable_dit.models.h3_image.config import TextConfig
 from portable_dit.ops import Attention, HeadNormRotary, RMSNorm, Rotary, SwiGLU
 
 IMAGE_TAG, TEXT_TAG = 0, 1
+UNKNOWN = "[UNK]"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,17 @@ class WordPiece:
             raise WeightsError(
                 f"{vocab}: missing. The text encoder needs its word list; is the checkpoint complete?"
             )
-        words = tokenizer_models.WordPiece.read_file(str(vocab))
-        self._tokenizer = Tokenizer(tokenizer_models.WordPiece(words, unk_token="[UNK]"))
+        try:
+            lines = vocab.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise WeightsError(f"{vocab}: not readable as UTF-8 text ({error}). Restore it.") from error
+        words = {word: index for index, word in enumerate(lines)}
+        if UNKNOWN not in words:
+            raise WeightsError(
+                f"{vocab}: holds {len(words)} words and no {UNKNOWN}, which stands for unknown ones. "
+                "Restore it from the checkpoint."
+            )
+        self._tokenizer = Tokenizer(tokenizer_models.WordPiece(words, unk_token=UNKNOWN))
         self._tokenizer.normalizer = BertNormalizer(lowercase=True)
         self._tokenizer.pre_tokenizer = BertPreTokenizer()
 
