@@ -40,7 +40,7 @@ def read_config(
     unpublished: tuple[str, ...],
     where: str,
 ) -> Config:
-    """A config from a JSON object. Keys of other libraries are left alone; wrong types and numbers are refused.
+    """A config from a JSON object. Keys of other libraries are left alone; wrong values are refused.
 
     spellings: other names of a field. unpublished: fields whose default leaves a note when it is used. where:
     the file, for messages.
