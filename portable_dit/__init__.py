@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+DEFAULT_RECIPE = "cpu/h3-mini"  # the built-in model, which draws on any machine
+
 if TYPE_CHECKING:
     from portable_dit.catalog import load_recipe
     from portable_dit.engine import Engine, generate

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_dit import __version__
+from portable_dit import DEFAULT_RECIPE, __version__
 from portable_dit.errors import (
     BackendError,
     CancelledError,
@@ -57,7 +57,6 @@ from portable_dit.result import (
 )
 from portable_dit.sampling import denoise
 
-DEFAULT_RECIPE = "cpu/h3-mini"
 KEPT = "prompt: its text states were kept from an earlier request (prompt_cache_mib)"
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from portable_dit.engine import DEFAULT_RECIPE, Engine
+from portable_dit import DEFAULT_RECIPE
+from portable_dit.engine import Engine
 from training.gates import Report, against_smaller, evaluate
 from training.judge import load_judge
 from training.paint import EnginePainter

@@ -36,9 +36,7 @@ from training.capture import compiled
 TEXT_ROWS = 32
 MASKED = -30000.0  # added to scores of padding keys; finite, so that a row which sees nothing stays finite
 CONDITION_TIME = 0.999  # how clean references are
-GATE_START = (
-    0.3  # start of every block's gates: open enough to learn, see embedded-default notes in the README
-)
+GATE_START = 0.3  # of every block's gates: at zero the blocks would be shut off and learn late
 
 
 def mini_config() -> H3Config:

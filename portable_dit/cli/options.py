@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from portable_dit import DEFAULT_RECIPE
 from portable_dit.errors import RecipeError
 
 if TYPE_CHECKING:
     from portable_dit.recipe import Recipe
-
-DEFAULT_RECIPE = "cpu/h3-mini"
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 StrictFlag = Annotated[

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from portable_dit.cli.options import DEFAULT_RECIPE, JsonFlag, RecipeWish, recipe_flags
+from portable_dit import DEFAULT_RECIPE
+from portable_dit.cli.options import JsonFlag, RecipeWish, recipe_flags
 from portable_dit.errors import RecipeError, UserError
 
 app = typer.Typer(

@@ -78,6 +78,30 @@ class MatrixUnitLinear(LinearKernel):
         raise AssertionError("each kernel has its own")
 
 
+def _scaled_mm(
+    values: Tensor,
+    scales: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    recipe: F.ScalingType,
+    *,
+    fast: bool,
+) -> Tensor:
+    """torch's scaled product of [M, K] values and packed [N, K] weights under one recipe: [M, N]."""
+    return F.scaled_mm(
+        values,
+        packed["values"].t(),
+        scale_a=scales,
+        scale_recipe_a=recipe,
+        scale_b=packed["scales"],
+        scale_recipe_b=recipe,
+        bias=bias,
+        output_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
 class Fp8RowLinear(MatrixUnitLinear):
     """e4m3 with a scale for each input row and each output channel.
 
@@ -99,17 +123,7 @@ class Fp8RowLinear(MatrixUnitLinear):
         self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         by_row = F.ScalingType.RowWise
-        return F.scaled_mm(
-            values,
-            packed["values"].t(),
-            scale_a=scales,
-            scale_recipe_a=by_row,
-            scale_b=packed["scales"],
-            scale_recipe_b=by_row,
-            bias=bias,
-            output_dtype=dtype,
-            use_fast_accum=self._fast,
-        )
+        return _scaled_mm(values, scales, packed, bias, dtype, by_row, fast=self._fast)
 
 
 class Fp8TensorLinear(MatrixUnitLinear):
@@ -132,17 +146,7 @@ class Fp8TensorLinear(MatrixUnitLinear):
         self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         whole = F.ScalingType.TensorWise
-        return F.scaled_mm(
-            values,
-            packed["values"].t(),
-            scale_a=scales,
-            scale_recipe_a=whole,
-            scale_b=packed["scales"],
-            scale_recipe_b=whole,
-            bias=bias,
-            output_dtype=dtype,
-            use_fast_accum=True,
-        )
+        return _scaled_mm(values, scales, packed, bias, dtype, whole, fast=True)
 
 
 class Fp8Block128Linear(MatrixUnitLinear):
