@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 JOBS ?= 2
-PROMPT ?= a red apple on a sky blue background, 3d style
+PROMPT ?= an owl to the left of a red apple on a teal background, 3d style
 OUT ?= out.png
 # Through the environment, so that quotes in a prompt reach the program and not the shell.
 export PROMPT OUT

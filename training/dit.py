@@ -95,7 +95,7 @@ class DiTSettings:
 
     drop_text: float = 0.1
     uniform: float = 0.15
-    shift: float = 2.5
+    shift: float = 3.0
     shift_growth: float = 0.25  # power of the number of rows
     optim: OptimSettings = field(default_factory=OptimSettings)
     small_loop: LoopSettings = field(default_factory=lambda: LoopSettings(decay_from=0.8, floor=0.5))

@@ -18,7 +18,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,19 +28,19 @@ from torch import Tensor, nn
 import portable_dit
 from portable_dit.bind import bind
 from portable_dit.models.h3_image.checkpoint import tensor_map
-from portable_dit.models.h3_image.config import H3Config
+from portable_dit.models.h3_image.config import DiTConfig, H3Config
 from portable_dit.models.h3_image.dit import H3Transformer
-from portable_dit.models.h3_image.packing import pack, patchify
+from portable_dit.models.h3_image.packing import Packing, pack, patchify
 from portable_dit.ops import Modulation
 
 TIME, CONDITION_TIME = 0.25, 0.999
 Step = Callable[[], Tensor]
 
 
-def diffusers_model(config: H3Config) -> MiniMaxH3Transformer3DModel:
-    """Random weights at the sizes of our config."""
+def empty_diffusers_model(config: H3Config) -> MiniMaxH3Transformer3DModel:
+    """At the sizes of our config, on the device in whose context it is made."""
     dit = config.dit
-    model = MiniMaxH3Transformer3DModel(
+    return MiniMaxH3Transformer3DModel(
         num_attention_heads=dit.num_attention_heads,
         attention_head_dim=dit.attention_head_dim,
         hidden_size=dit.hidden_size,
@@ -55,6 +55,11 @@ def diffusers_model(config: H3Config) -> MiniMaxH3Transformer3DModel:
         time_embed_dim=dit.time_embed_dim,
         rope_freq_dim=dit.rope_inv_freq_len,
     ).eval()
+
+
+def diffusers_model(config: H3Config) -> MiniMaxH3Transformer3DModel:
+    """With random weights."""
+    model = empty_diffusers_model(config)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -87,32 +92,50 @@ def in_dtype(model: MiniMaxH3Transformer3DModel, dtype: torch.dtype) -> MiniMaxH
     return model
 
 
-def steps(theirs: nn.Module, ours: H3Transformer, side: int, text_rows: int) -> dict[str, Step]:
-    """The three ways of one step, without references, at side x side latent cells."""
-    config, dtype = ours.config, ours.dtype
-    generator = torch.Generator().manual_seed(1)
-    text = torch.randn(1, text_rows, config.text_dim, generator=generator).to(dtype)
-    latents = torch.randn(1, config.latents_dim, side, side, generator=generator)
-    rows = patchify(latents)
-    packing = pack(torch.ones(text_rows, dtype=torch.long), [], (side, side))
-    times = torch.tensor([TIME, CONDITION_TIME])
-    positions = packing.positions[None].float()
-    nothing = torch.zeros(1, 0, theirs.config.audio_in_channels)
-    none = torch.zeros(0, dtype=torch.long)
+@dataclass(frozen=True)
+class Inputs:
+    """What a step of side x side latent cells is given, without references."""
 
-    def diffusers() -> Tensor:
-        return theirs(
-            hidden_states=rows,
-            audio_hidden_states=nothing,
-            encoder_hidden_states=text,
-            timestep=times,
-            timestep_indices=packing.row_times,
-            token_tags=packing.tags,
-            position_ids=packing.positions,
-            video_indices=torch.arange(text_rows, text_rows + packing.target_rows),
-            audio_indices=none,
-            text_indices=torch.arange(text_rows),
-        ).sample
+    text: Tensor
+    latents: Tensor
+    packing: Packing
+
+    @property
+    def times(self) -> Tensor:
+        return torch.tensor([TIME, CONDITION_TIME])
+
+
+def inputs(config: DiTConfig, side: int, text_rows: int) -> Inputs:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randn(1, text_rows, config.text_dim, generator=generator)
+    latents = torch.randn(1, config.latents_dim, side, side, generator=generator)
+    return Inputs(text, latents, pack(torch.ones(text_rows, dtype=torch.long), [], (side, side)))
+
+
+def diffusers_step(theirs: nn.Module, given: Inputs, *, dtype: torch.dtype, device: str = "cpu") -> Step:
+    """One step of diffusers' module on its device."""
+    packing, text_rows = given.packing, given.text.shape[1]
+    arguments = {
+        "hidden_states": patchify(given.latents),
+        "audio_hidden_states": torch.zeros(1, 0, theirs.config.audio_in_channels),
+        "encoder_hidden_states": given.text.to(dtype),
+        "timestep": given.times,
+        "timestep_indices": packing.row_times,
+        "token_tags": packing.tags,
+        "position_ids": packing.positions,
+        "video_indices": torch.arange(text_rows, text_rows + packing.target_rows),
+        "audio_indices": torch.zeros(0, dtype=torch.long),
+        "text_indices": torch.arange(text_rows),
+    }
+    placed = {name: tensor.to(device) for name, tensor in arguments.items()}
+    return lambda: theirs(**placed).sample
+
+
+def steps(theirs: nn.Module, ours: H3Transformer, given: Inputs) -> dict[str, Step]:
+    """The three ways of one step."""
+    config, packing, times = ours.config, given.packing, given.times
+    text, rows = given.text.to(ours.dtype), patchify(given.latents)
+    positions = packing.positions[None].float()
 
     def whole() -> Tensor:
         return ours(
@@ -132,11 +155,12 @@ def steps(theirs: nn.Module, ours: H3Transformer, side: int, text_rows: int) -> 
     final = Modulation(tables.final, packing.row_times[None, -packing.target_rows :])
 
     def as_drawn() -> Tensor:
-        hidden = drawn.embed(patchify(latents), prefix)
+        hidden = drawn.embed(rows, prefix)
         for block, table in zip(drawn.blocks, tables.blocks, strict=True):
             hidden = block(hidden, Modulation(table, index), rotary)
         return drawn.head(hidden, packing.target_rows, final)
 
+    diffusers = diffusers_step(theirs, given, dtype=ours.dtype)
     return {"diffusers": diffusers, "ours, whole": whole, "ours, as drawn": as_drawn}
 
 
@@ -170,8 +194,8 @@ def main() -> None:
     exact = None
     for dtype in (torch.float32, torch.bfloat16):
         ours = our_model(reference, config, dtype)
-        side = arguments.size // config.vae.ratio
-        ways = steps(in_dtype(reference, dtype), ours, side, arguments.text_rows)
+        given = inputs(config.dit, arguments.size // config.vae.ratio, arguments.text_rows)
+        ways = steps(in_dtype(reference, dtype), ours, given)
         exact = ways["diffusers"]() if exact is None else exact
         seconds = measure(ways, arguments.rounds)
         base = [statistics.median(values) for values in zip(*seconds["diffusers"], strict=True)]

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from portable_dit import host
-from portable_dit.backend import AttentionKernel, Backend, FusedOp, Lane, LinearKernel
+from portable_dit.backend import AttentionKernel, Backend, ExpertKernel, FusedOp, Lane, LinearKernel
 from portable_dit.capabilities import Capabilities, CollectiveLimits, Device, GraphLimits
 from portable_dit.errors import BackendError
 from portable_dit_cuda import chips, device
 from portable_dit_cuda.attention import OpenAttention, SdpaAttention
+from portable_dit_cuda.experts import EXPERT_OPS, expert_kernels
 from portable_dit_cuda.flash import FA3, FA4, Fa3Fp8Attention, SageAttention
 from portable_dit_cuda.fusions import FUSED_OPS
 from portable_dit_cuda.graphs import GraphPool
@@ -129,8 +130,11 @@ class CudaBackend(Backend):
     def linear_kernels(self) -> Mapping[str, Sequence[LinearKernel]]:
         return linear_kernels()
 
+    def expert_kernels(self) -> Mapping[str, Sequence[ExpertKernel]]:
+        return expert_kernels()
+
     def fused_ops(self) -> Mapping[str, Sequence[FusedOp]]:
-        return {op.op: [op] for op in FUSED_OPS}
+        return {op.op: [op] for op in (*FUSED_OPS, *EXPERT_OPS)}
 
 
 @cache

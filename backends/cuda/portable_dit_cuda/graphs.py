@@ -23,10 +23,13 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._start_afresh()
         self._last = torch.cuda.Event()
         self._lock = Lock()  # between the copy of inputs and the clone of the output nobody else may replay
+
+    def _start_afresh(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)
 
     def capture(
         self, function: Callable[..., Tensor], example_inputs: Sequence[Tensor]
@@ -39,6 +42,7 @@ class GraphPool:
                 output = self._record(graph, function, inputs)
             except RuntimeError as error:  # out of memory and errors of the capture alike
                 torch.cuda.synchronize(self._device)
+                self._start_afresh()  # the allocator goes on recording into a pool whose capture failed
                 log.warning("no graph of this call, it runs eagerly: %s", str(error).splitlines()[0])
                 return None
         return self._replay(graph, inputs, output)

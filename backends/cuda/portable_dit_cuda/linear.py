@@ -162,6 +162,12 @@ class Fp8Block128Linear(MatrixUnitLinear):
         assert weight.scales is not None
         return {"values": weight.values, "scales": F.pad(weight.scales, (0, -weight.scales.shape[1] % 4))}
 
+    def apply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        rows = x.shape[0]
+        # cuBLAS refuses scales whose columns, M float32 apart, are not at multiples of 16 bytes.
+        padded = F.pad(x, (0, 0, 0, -rows % 4)) if rows % 4 else x
+        return super().apply(padded, packed, bias)[:rows]
+
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scales [M, K / 128] that lie in memory as [K / 128, M]."""
         if not (x.is_cuda and has_triton()):

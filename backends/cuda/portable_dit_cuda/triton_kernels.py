@@ -278,3 +278,60 @@ def quantize_blocks_of_128(x_ptr, values_ptr, scales_ptr, M, K, x_stride, BLOCKS
     values = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
     tl.store(values_ptr + row * K + columns, values.to(values_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + blocks.to(tl.int64) * M + row, scale, mask=blocks * 128 < K)
+
+
+@triton.jit
+def rotary_head_norm(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    S,
+    N,
+    D,
+    x_batch_stride,
+    x_row_stride,
+    x_head_stride,
+    angle_batch_stride,
+    eps,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """x [B, S, N, D] turned by float32 angles [B or 1, S, D / 2], then normed by head; -> contiguous.
+
+    Turning leaves the sum of squares as it is, so both need one read.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    batch, row = token // S, token % S
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (heads < N) & (d < D)
+    pairs = D // 2
+    base = x_ptr + batch * x_batch_stride + row * x_row_stride + heads * x_head_stride
+    y = tl.load(base + d, mask=mask, other=0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
+    partner = tl.where(d < pairs, d + pairs, d - pairs)
+    other = tl.load(base + partner, mask=mask, other=0.0).to(tl.float32)
+    angle = batch * angle_batch_stride + row * pairs + tl.where(d < pairs, d, d - pairs)
+    cos = tl.load(cos_ptr + angle, mask=d < D, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=d < D, other=0.0)
+    y = y * cos + tl.where(d < pairs, -1.0, 1.0) * other * sin
+    y = y * factor * tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + (token * N + heads) * D + d, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combine_rows(
+    x_ptr, places_ptr, shares_ptr, out_ptr, C, x_stride, CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out [M, C]: the sum of CHOICES rows of x each, at places [M, CHOICES], by float32 shares."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < C
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        place = tl.load(places_ptr + row * CHOICES + choice)
+        share = tl.load(shares_ptr + row * CHOICES + choice)
+        total += share * tl.load(x_ptr + place * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * C + columns, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -27,6 +27,8 @@ POINTERS = {
     "sin_ptr": HALF,
     "bias_ptr": HALF,
     "index_ptr": INT64,
+    "places_ptr": INT64,
+    "shares_ptr": FLOAT,
     "sums_ptr": INT32,
     "row_scales_ptr": FLOAT,
     "column_scales_ptr": FLOAT,
@@ -50,6 +52,8 @@ VARIANTS = (
     ("gated_residual", {"BLOCK": 1024}, 4, {}),
     ("head_norm_rotary", {"HAS_WEIGHT": True, "ROTATE": True, "HEADS": 16, "BLOCK": 128}, 4, {}),
     ("head_norm_rotary", {"HAS_WEIGHT": False, "ROTATE": False, "HEADS": 16, "BLOCK": 128}, 4, {}),
+    ("rotary_head_norm", {"HEADS": 16, "BLOCK": 128}, 4, {"cos_ptr": FLOAT, "sin_ptr": FLOAT}),
+    ("combine_rows", {"CHOICES": 8, "BLOCK": 1024}, 4, {}),
     ("scale_sums", {"HAS_BIAS": True, "BLOCK": 1024}, 4, {}),
     *(
         ("dequantize", {"BLOCK_ROWS": r, "BLOCK_COLUMNS": c, "IS_E8M0": c == 32, "BLOCK": 1024}, 4, other)

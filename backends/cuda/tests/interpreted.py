@@ -13,13 +13,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from portable_dit_cuda import fusions
+from portable_dit_cuda import experts, fusions
 from portable_dit_cuda.linear import DequantizedLinear, quantize_blocks_of_32
 from portable_dit_cuda.swizzle import swizzle
 
+from portable_dit import ops
 from portable_dit.conformance.fused import CASES, OPTIONAL_WEIGHT, SEAMS, _cast
 from portable_dit.conformance.outcome import worst_row_error
 from portable_dit.formats import FORMATS, QUANTIZED, decode, encode, quantize_blocks
+from portable_dit.ops import Rotary
 
 
 def seams() -> None:
@@ -34,6 +36,26 @@ def seams() -> None:
             )
             if not error < 1e-6:
                 print(f"{op.op} {case.name}: error {error:.2e}")
+
+
+def around_experts() -> None:
+    """The seams of a mixture of experts against their plain bodies."""
+    generator = torch.Generator().manual_seed(5)
+    for batch, rows, heads, dim in ((1, 17, 5, 64), (2, 33, 8, 128), (1, 1, 3, 24)):
+        packed = torch.randn(batch, rows, heads + 2, dim, generator=generator)
+        angles = torch.rand(1, rows, dim // 2, generator=generator) * 6
+        weight = torch.randn(dim, generator=generator)
+        arguments = packed[:, :, 1:-1], weight, 1e-5, Rotary(angles.cos(), angles.sin())
+        off = experts.rotary_head_norm(*arguments) - ops.rotary_head_norm(*arguments)
+        if not off.abs().max() < 3e-6:
+            print(f"rotary_head_norm {batch}x{rows}x{heads}x{dim}: off by {off.abs().max():.1e}")
+    for count, choices, channels in ((9, 2, 100), (40, 8, 1500), (1, 1, 3)):
+        x = torch.randn(count * choices, channels, generator=generator)
+        places = torch.randperm(count * choices, generator=generator).view(count, choices)
+        shares = torch.rand(count, choices, generator=generator)
+        off = experts.combine_experts(x, places, shares) - ops.combine_experts(x, places, shares)
+        if not off.abs().max() < 3e-6:
+            print(f"combine_experts {count}x{choices}x{channels}: off by {off.abs().max():.1e}")
 
 
 def rows_in_8_bits() -> None:
@@ -93,6 +115,6 @@ def weights() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for part in (seams, rows_in_8_bits, blocks_of_32, blocks_of_128, weights):
+    for part in (seams, around_experts, rows_in_8_bits, blocks_of_32, blocks_of_128, weights):
         part()
     print("done")

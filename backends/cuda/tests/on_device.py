@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[2])]
+ROOT = HERE.parents[2]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT), str(ROOT / "docs" / "benchmarks")]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Report:
 def sections(rows: list[int]) -> dict[str, Callable[[Report], None]]:
     import device_bench as bench
     import device_checks as checks
+    import device_pictures as pictures
 
     return {
         "identity": checks.identity,
@@ -70,6 +72,10 @@ def sections(rows: list[int]) -> dict[str, Callable[[Report], None]]:
         "fusions": lambda report: bench.fused_seams(report, rows),
         "blocks": lambda report: bench.blocks(report, rows),
         "offload": bench.layerwise,
+        "builtin": pictures.builtin,
+        "pictures": pictures.pictures,
+        "diffusers": pictures.diffusers,
+        "capped": pictures.capped,
     }
 
 

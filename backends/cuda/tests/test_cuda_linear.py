@@ -80,6 +80,25 @@ def test_block_scales_lie_where_the_product_reads_them():
     assert torch.equal(packed[:, :5], weight.scales)
 
 
+@pytest.mark.parametrize("rows", [1, 17, 64])
+def test_block_scales_of_any_number_of_rows_lie_at_multiples_of_16_bytes(rows: int, monkeypatch):
+    """What cuBLAS wants of them on the device and torch's own checks do not ask for."""
+    seen = []
+
+    def product(values, weight, *, scale_a, output_dtype, **rest):
+        seen.append((values, scale_a))
+        return values.float().new_ones(values.shape[0], weight.shape[1]).to(output_dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
+    kernel = Fp8Block128Linear()
+    packed = kernel.pack(encode(torch.randn(256, 640), "fp8_block128"), torch.bfloat16)
+    out = kernel.apply(torch.randn(rows, 640).bfloat16(), packed, None)
+    ((values, scales),) = seen
+    assert scales.stride() == (1, values.shape[0])
+    assert scales.stride(1) * 4 % 16 == 0
+    assert out.shape == (rows, 256)
+
+
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 2**32))
 def test_swizzling_there_and_back_changes_nothing(rows: int, columns: int, seed: int):
     scales = torch.randint(0, 256, (rows, columns), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,120 @@
+"""Mixtures of experts: grouped products, and the seams around them as single passes over memory.
+
+Rows are dealt out and counted on the device, so a step never waits for the host.
+
+Letters: B batch, S tokens, M rows, R rows ordered by expert, E experts, C channels, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from portable_dit.backend import ExpertKernel, FusedOp
+from portable_dit.capabilities import Capabilities, ExpertRequest, FusionRequest, Reject, Request
+from portable_dit.grouped_products import GroupedRowExperts, grouped_linear
+from portable_dit.ops import Rotary
+from portable_dit.scaled_products import ScaledRowLinear
+from portable_dit_cuda.chips import capability_of
+from portable_dit_cuda.fusions import DTYPES, MAX_HEAD_DIM, TILE, TritonOp, kernels
+from portable_dit_cuda.linear import quantize_rows
+
+GROUPED_FP8 = ((9, 0),)  # compute capabilities for which torch builds the row-scaled grouped product
+GROUPED_BF16 = (9, 0)  # from here on torch has a grouped kernel; below it goes group by group on the host
+
+
+class RowLinear(ScaledRowLinear):
+    """Quantises rows as the dense kernel does, in one read."""
+
+    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_rows(x, self.format)
+
+
+class Fp8RowExperts(GroupedRowExperts):
+    """torch's row-scaled grouped product, where it is built."""
+
+    def check(self, request: Request, capabilities: Capabilities) -> Reject | None:
+        assert isinstance(request, ExpertRequest)
+        capability = capability_of(capabilities)
+        if capability not in GROUPED_FP8:
+            known = " and ".join(f"{major}.{minor}" for major, minor in GROUPED_FP8)
+            return Reject("arch", f"torch builds it for {known}, this is {capability[0]}.{capability[1]}")
+        return super().check(request, capabilities)
+
+
+class GroupedOp(FusedOp):
+    """A plain grouped product, where torch has a kernel for it."""
+
+    def check(self, request: Request, capabilities: Capabilities) -> Reject | None:
+        assert isinstance(request, FusionRequest)
+        capability = capability_of(capabilities)
+        if capability < GROUPED_BF16:
+            return Reject("arch", f"needs compute capability 9.0 on, this is {capability[0]}.{capability[1]}")
+        return super().check(request, capabilities)
+
+
+def rotary_head_norm(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> Tensor:
+    """ops.rotary_head_norm: x [B, S, N, D], which may be a slice of packed projections -> contiguous."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, rows, heads, dim = x.shape
+    cos, sin = rotary.cos.contiguous(), rotary.sin.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = 1 << (dim - 1).bit_length()
+    together = max(min(1 << (heads - 1).bit_length(), 2048 // block), 1)
+    kernels().rotary_head_norm[(batch * rows, -(-heads // together))](
+        x,
+        weight,
+        cos,
+        sin,
+        out,
+        rows,
+        heads,
+        dim,
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        eps,
+        HEADS=together,
+        BLOCK=block,
+    )
+    return out
+
+
+def combine_experts(x: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """ops.combine_experts: k reads and one write a row, no atomics."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    count, choices = places.shape
+    out = torch.empty((count, x.shape[1]), dtype=x.dtype, device=x.device)
+    kernels().combine_rows[(count, -(-x.shape[1] // TILE))](
+        x,
+        places.contiguous(),
+        shares.contiguous(),
+        out,
+        x.shape[1],
+        x.stride(0),
+        CHOICES=choices,
+        BLOCK=TILE,
+    )
+    return out
+
+
+def route(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """ops.route with the product in the matrix units: inputs as they are, sums and logits in float32."""
+    logits = torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)  # [M, E]
+    shares, index = logits.softmax(dim=-1).topk(top_k, dim=-1)
+    return index, shares / shares.sum(dim=-1, keepdim=True).clamp_min(1e-8)
+
+
+HALVES = frozenset({"bfloat16"})
+EXPERT_OPS = (
+    TritonOp("rotary_head_norm", "triton", rotary_head_norm, DTYPES, channels=MAX_HEAD_DIM),
+    TritonOp("combine_experts", "triton", combine_experts, DTYPES, channels=1 << 20),
+    FusedOp("route", "matrix_units", route, HALVES),
+    GroupedOp("expert_linear", "grouped_mm", grouped_linear, HALVES),
+)
+
+
+def expert_kernels() -> dict[str, tuple[ExpertKernel, ...]]:
+    """By format, best first; those that go expert by expert follow by themselves."""
+    return {"fp8_row": (Fp8RowExperts(RowLinear(fast_accumulation=True)),)}
