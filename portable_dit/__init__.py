@@ -10,7 +10,10 @@ draws.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # as type checkers know it; typing itself takes longer than the rest of this file
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,7 @@ import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from portable_dit.capabilities import (
     AttentionRequest,
     Capabilities,
     Device,
+    ExpertRequest,
     FusionRequest,
     KernelLists,
     LinearRequest,
@@ -44,6 +45,9 @@ from portable_dit.formats import (
     quantize_blocks,
 )
 from portable_dit.masks import Mask, to_keep
+
+if TYPE_CHECKING:
+    from portable_dit.ops import Dispatch
 
 API_VERSION = 1
 PLAIN = "plain"  # the kernel id that means "leave the body in ops.py" or, for a linear layer, dequantise
@@ -156,8 +160,78 @@ class EmulatedLinear(LinearKernel):
         weight = decode(Encoded(self.format, packed["values"], packed.get("scales")))
         exact = x.float()
         values, scales = quantize_blocks(exact, self.format, self.format.activations)
-        seen = dequantize_blocks(values, scales, self.format.activations)
+        seen = dequantize_blocks(values, scales, self.format, self.format.activations)
         return F.linear(seen, weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+class ExpertKernel:
+    """The linear layers of a mixture's experts at once, over encoded weights and rows ordered by expert.
+
+    This body takes one expert after the other through a linear kernel, and so asks the device how many rows
+    each has. Every format has one for each of its linear kernels, behind what a backend lists.
+    """
+
+    exact: bool = True
+
+    def __init__(self, linear: LinearKernel, id: str | None = None) -> None:
+        self.linear = linear
+        self.format = linear.format
+        self.id = id or (linear.id if linear.id == PLAIN else f"each_{linear.id}")
+
+    @property
+    def takes_quantized(self) -> bool:
+        """`apply_quantized` takes rows with one scale each, made elsewhere."""
+        return self.linear.takes_quantized
+
+    def check(self, request: Request, capabilities: Capabilities) -> Reject | None:
+        """None when this kernel serves the request on such a device, else the reason. Pure."""
+        assert isinstance(request, ExpertRequest)
+        shape = request.rows, request.in_features, request.out_features
+        return self.linear.check(LinearRequest(request.format, request.dtype, *shape), capabilities)
+
+    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
+        """One expert's canonical weight in the form that `apply` wants; the layer stacks those of all."""
+        return self.linear.pack(weight, dtype)
+
+    def apply(self, x: Tensor, packed: Packed, dispatch: Dispatch, out_features: int) -> Tensor:
+        """x [M, K] -> [R, N] in the dtype of x, as `ops.expert_linear`. packed: tensors of all experts."""
+        rows = x if dispatch.rows is None else x[dispatch.rows]  # [R, K]
+        return self._each(
+            packed,
+            dispatch,
+            lambda part, own: self.linear.apply(rows[part], own, None),
+            out=rows.new_empty(rows.shape[0], out_features),
+        )
+
+    def apply_quantized(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        packed: Packed,
+        dispatch: Dispatch,
+        out_features: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """`apply` for rows in the format already: values [M, K], scales [M, 1] -> [R, N] in dtype."""
+        if dispatch.rows is not None:
+            values, scales = values[dispatch.rows], scales[dispatch.rows]
+        return self._each(
+            packed,
+            dispatch,
+            lambda part, own: self.linear.apply_quantized(values[part], scales[part], own, None, dtype),
+            out=torch.empty(values.shape[0], out_features, dtype=dtype, device=values.device),
+        )
+
+    def _each(
+        self, packed: Packed, dispatch: Dispatch, run: Callable[[slice, Packed], Tensor], *, out: Tensor
+    ) -> Tensor:
+        start = 0
+        for expert, end in enumerate(dispatch.ends.tolist()):
+            if end > start:
+                part = slice(start, end)
+                out[part] = run(part, {name: tensor[expert] for name, tensor in packed.items()})
+            start = end
+        return out
 
 
 @dataclass(frozen=True)
@@ -225,6 +299,7 @@ class ExtraKernels:
 class _Lists:
     attention: Sequence[AttentionKernel]
     linear: Mapping[str, Sequence[LinearKernel]] = field(default_factory=dict)
+    experts: Mapping[str, Sequence[ExpertKernel]] = field(default_factory=dict)
     fused: Mapping[str, Sequence[FusedOp]] = field(default_factory=dict)
 
 
@@ -238,8 +313,6 @@ class Backend:
     id: str
     api_version: int
     extra: ExtraKernels = ExtraKernels()
-
-    # --- devices ---
 
     def devices(self) -> list[Device]:
         """The devices that are there. Cheap, free of side effects, [] when there are none."""
@@ -271,14 +344,23 @@ class Backend:
         """Highest bytes in use since the start or the last reset, read before it is reset."""
         return host.peak_bytes(reset=reset)
 
+    def limit_memory(self, device: Device, nbytes: int) -> bool:
+        """From now on this process has at most nbytes of the device; False where no limit can be set.
+
+        Raises BackendError for a limit that the device cannot have.
+        """
+        return False
+
+    def energy_joules(self, device: Device) -> float | None:
+        """What the device has used since some moment in the past; None when it does not say."""
+        return None
+
     def synchronize(self, device: Device) -> None:
         """Returns when all queued work of the device is done."""
 
     def trim(self, device: Device) -> None:
         """Gives memory that nothing uses back to the system."""
         gc.collect()
-
-    # --- moving and replaying ---
 
     def compute_lane(self, device: Device) -> Lane:
         """The lane that models run on."""
@@ -309,7 +391,9 @@ class Backend:
         """Keyword arguments for torch.distributed.init_process_group on such devices."""
         return {"backend": "gloo"}
 
-    # --- kernels ---
+    def cluster_resources(self) -> Mapping[str, float]:
+        """What a cluster's scheduler (Ray) calls one such device, and how much of it a rank takes."""
+        return {"CPU": 1.0}
 
     def attention_kernels(self) -> Sequence[AttentionKernel]:
         """Best first. The plain body in ops.py comes after them and need not be listed."""
@@ -319,11 +403,15 @@ class Backend:
         """Best first, by format. Dequantising comes after them and need not be listed."""
         return {}
 
+    def expert_kernels(self) -> Mapping[str, Sequence[ExpertKernel]]:
+        """Best first, by format. Linear kernels, expert by expert, come after them and need not be listed."""
+        return {}
+
     def fused_ops(self) -> Mapping[str, Sequence[FusedOp]]:
         """Best first, by seam name. Each entered with a measured win over the plain body."""
         return {}
 
-    # --- what the engine calls; not for overriding ---
+    # What the engine calls; not for overriding.
 
     def with_extra(self, extra: ExtraKernels) -> Backend:
         """This backend with the kernels of other plugins behind its own."""
@@ -334,7 +422,7 @@ class Backend:
     def kernel_lists(self) -> KernelLists:
         """All kernels as the plan reads them: own, those of plugins, and for linear formats the plain one."""
         lists = self._lists()
-        return KernelLists(attention=lists.attention, linear=lists.linear, fused=lists.fused)
+        return KernelLists(lists.attention, lists.linear, lists.experts, lists.fused)
 
     def attention_kernel(self, id: str) -> AttentionKernel:
         return _named(id, self._lists().attention, f"{self.id}: attention kernel")
@@ -342,6 +430,11 @@ class Backend:
     def linear_kernel(self, format: str, id: str) -> LinearKernel:
         return _named(
             id, self._lists().linear[format_named(format).name], f"{self.id}: {format} linear kernel"
+        )
+
+    def expert_kernel(self, format: str, id: str) -> ExpertKernel:
+        return _named(
+            id, self._lists().experts[format_named(format).name], f"{self.id}: {format} expert kernel"
         )
 
     def fused_op(self, op: str, id: str) -> FusedOp:
@@ -357,12 +450,17 @@ class Backend:
             )
             for name in (*QUANTIZED, *(f for f in own_linear if f in FORMATS and f not in QUANTIZED))
         }
+        own_experts = self.expert_kernels()
+        experts = {
+            name: (*own_experts.get(name, ()), *(ExpertKernel(kernel) for kernel in kernels))
+            for name, kernels in linear.items()
+        }
         ops = dict.fromkeys((*own_fused, *(k.op for k in self.extra.fused)))
         fused = {op: (*own_fused.get(op, ()), *(k for k in self.extra.fused if k.op == op)) for op in ops}
-        return _Lists((*self.attention_kernels(), *self.extra.attention), linear, fused)
+        return _Lists((*self.attention_kernels(), *self.extra.attention), linear, experts, fused)
 
 
-K = TypeVar("K", AttentionKernel, LinearKernel, FusedOp)
+K = TypeVar("K", AttentionKernel, LinearKernel, ExpertKernel, FusedOp)
 
 
 def _named(id: str, kernels: Sequence[K], what: str) -> K:

@@ -8,7 +8,7 @@ from torch import nn
 
 from portable_dit.backend import PLAIN, Backend
 from portable_dit.ops import Attention, Seam
-from portable_dit.quantize import QuantizedLinear
+from portable_dit.quantize import QuantizedExpertLinear, QuantizedLinear
 
 
 def bind(
@@ -20,12 +20,12 @@ def bind(
 ) -> Mapping[str, int]:
     """Sets `run` of every seam whose op has a choice other than "plain"; gives the number of seams per op.
 
-    choices: op name -> kernel id, as `Plan.choices(component)` gives them; "linear:<format>" belongs to
-    `quantize` and is passed over. producers: seams and the one layer that reads each, as
-    `ModelSpec.producers` names them; where that layer takes its input quantised and the seam's kernel can
+    choices: op name -> kernel id, as `Plan.choices(component)` gives them; "linear:<format>" and
+    "experts:<format>" belong to `quantize` and are passed over. producers: seams and the one layer that reads
+    each, as `ModelSpec.producers` names them; where that layer takes its input quantised and the seam's kernel can
     make it, it does. Raises BackendError when the backend has no kernel of that id.
     """
-    wanted = {op: id for op, id in choices.items() if not op.startswith("linear:") and id != PLAIN}
+    wanted = {op: id for op, id in choices.items() if ":" not in op and id != PLAIN}
     functions = {
         op: backend.attention_kernel(id).run if op == Attention.op else backend.fused_op(op, id).run
         for op, id in wanted.items()
@@ -47,6 +47,6 @@ def _read_in(module: nn.Module, name: str, producers: Sequence[tuple[str, str]])
         number = name.removeprefix(before).removesuffix(after)
         if name == seam.replace("*", number):
             found = module.get_submodule(layer.replace("*", number))
-            if isinstance(found, QuantizedLinear) and found.kernel.takes_quantized:
+            if isinstance(found, QuantizedLinear | QuantizedExpertLinear) and found.kernel.takes_quantized:
                 return found.kernel.format.name
     return None

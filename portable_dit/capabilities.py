@@ -58,9 +58,9 @@ class Capabilities:
 
     dtypes, formats: names as in recipes ("bfloat16", "fp8_row"). `native_formats` run on the matrix units;
     the other ones are dequantised first. libraries: version of each optional kernel library that passed its
-    probe. compute: dense TFLOP/s by dtype or format, and `memory_bandwidth` in bytes per second, for
-    predictions; empty when unknown. runtime_bytes: what the driver and its libraries take on the device
-    before the first tensor.
+    probe. compute: dense TFLOP/s by dtype or format, and `memory_bandwidth` and `link_bandwidth` (one
+    direction, to another device of the host) in bytes per second, for predictions; empty when unknown.
+    runtime_bytes: what the driver and its libraries take on the device before the first tensor.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = STRICT
@@ -78,8 +78,13 @@ class Capabilities:
     libraries: Mapping[str, str] = field(default_factory=dict)
     compute: Mapping[str, float] = field(default_factory=dict)
     memory_bandwidth: float | None = None
+    link_bandwidth: float | None = None
     host_bytes: int = 0
     runtime_bytes: int = 0
+
+    def multiplies(self, format: str) -> bool:
+        """Whether matrix units take it; a rotated format is multiplied as the plain one is."""
+        return format.removesuffix("_rotated") in self.native_formats
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,25 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class LinearRequest:
-    """One linear layer as the plan sees it:
+    """One linear layer as the plan sees it: [rows, in_features] times [out_features, in_features]."""
 
-    [rows, in_features] times a weight [out_features, in_features].
+    format: str
+    dtype: str
+    rows: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class ExpertRequest:
+    """The linear layers of a mixture's experts as the plan sees them: [rows, in_features], ordered by expert,
+    times weights [experts, out_features, in_features].
     """
 
     format: str
     dtype: str
     rows: int
+    experts: int
     in_features: int
     out_features: int
 
@@ -126,7 +142,7 @@ class FusionRequest:
     channels: int
 
 
-Request = AttentionRequest | LinearRequest | FusionRequest
+Request = AttentionRequest | LinearRequest | ExpertRequest | FusionRequest
 
 
 class Kernel(Protocol):
@@ -148,8 +164,9 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class KernelLists:
-    """All kernels of a backend and its plugins, best first; linear kernels are keyed by format."""
+    """All kernels of a backend and its plugins, best first; those of linear layers and experts by format."""
 
     attention: Sequence[Kernel] = ()
     linear: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
+    experts: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
     fused: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)

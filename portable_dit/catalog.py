@@ -140,12 +140,12 @@ def _more(model: str) -> Sequence[Family]:
     """The families of plugins, if the model is not ours."""
     if any(model in family.models for family in models.FAMILIES):
         return ()
-    from portable_dit.plugins import load_plugins
+    from portable_dit.plugins import load_additions
 
-    return load_plugins().families
+    return load_additions().families
 
 
 def _plugin_folders() -> Sequence[Path]:
-    from portable_dit.plugins import load_plugins
+    from portable_dit.plugins import load_additions
 
-    return load_plugins().recipe_folders
+    return load_additions().recipe_folders

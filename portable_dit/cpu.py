@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # Instructions that multiply bfloat16 with float32 sums. Without them torch emulates it, slower than float32.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 INT8_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})
+# A layout's devices are processes here, which share the processor: for trying layouts, not for speed.
+MOST_PROCESSES = 64
 CHUNK_BYTES = 2 << 20  # of scores, so that they stay in the caches
 
 
@@ -149,13 +151,13 @@ class Int8Linear(LinearKernel):
 
     quantizes_input = True
 
-    def __init__(self) -> None:
-        super().__init__("int8_row", "int8_matmul")
+    def __init__(self, format: str) -> None:
+        super().__init__(format, "int8_matmul")
 
     def refuse(self, request: LinearRequest, capabilities: Capabilities) -> Reject | None:
         if request.in_features * 127 * 127 >= 1 << 31:
             return Reject("in_features", f"{request.in_features} products of 127 x 127 overflow int32 sums")
-        if "int8_row" not in capabilities.native_formats:
+        if not capabilities.multiplies(self.format.name):
             return Reject("instructions", f"this processor has none of {', '.join(sorted(INT8_FLAGS))}")
         return None
 
@@ -227,12 +229,15 @@ class CpuBackend(Backend):
         flags, onednn = host.cpu_flags(), torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         return Capabilities(
             device=device,
-            count=1,
+            count=MOST_PROCESSES,
             dtypes=frozenset({"float32"} | ({"bfloat16"} if flags & BF16_FLAGS and onednn else set())),
             native_formats=frozenset({"int8_row"} if flags & INT8_FLAGS and onednn else set()),
             host_shares_memory=True,
             host_bytes=host.memory()[1],
         )
+
+    def energy_joules(self, device: Device) -> float | None:
+        return host.energy_joules()
 
     def trim(self, device: Device) -> None:
         gc.collect()
@@ -251,7 +256,8 @@ class CpuBackend(Backend):
         emulated: dict[str, Sequence[LinearKernel]] = {
             name: [EmulatedLinear(name)] for name in QUANTIZED if FORMATS[name].activations
         }
-        return emulated | {"int8_row": [Int8Linear(), EmulatedLinear("int8_row")]}
+        native = {name: [Int8Linear(name), *emulated[name]] for name in ("int8_row", "int8_row_rotated")}
+        return {**emulated, **native}
 
     def fused_ops(self) -> Mapping[str, Sequence[FusedOp]]:
         float32 = frozenset({"float32"})

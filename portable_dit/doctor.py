@@ -14,23 +14,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.requirements import Requirement
 
 from portable_dit import host
+from portable_dit.catalog import load_recipe, named_recipes, read_spec
 from portable_dit.errors import UserError
 from portable_dit.hooks import ENTRY_POINT_GROUP
 from portable_dit.plugins import Plugins, attempt, load_plugins, select_backend
-from portable_dit.recipe import Recipe, load_recipe, named_recipes
 
 if TYPE_CHECKING:
     from portable_dit.backend import Backend
     from portable_dit.capabilities import Capabilities, Device
     from portable_dit.conformance.outcome import Outcome
-    from portable_dit.models.spec import Family
     from portable_dit.plan import Plan
+    from portable_dit.recipe import Recipe
 
 Status = Literal["ok", "warning", "problem"]
 GIB = 1 << 30
@@ -88,9 +87,8 @@ def examine(recipe: str | None = None, backend: str | None = None) -> Report:
     _host(found)
     _requirements(found)
     plugins = load_plugins() if _torch(found) else None
-    folders = plugins.recipe_folders if plugins else ()
-    _recipes(found, folders)
-    asked = _read_recipe(found, recipe, folders)
+    _recipes(found)
+    asked = _read_recipe(found, recipe)
     if plugins:
         _plugins(found, plugins)
         _backend(found, plugins, asked, backend or (asked.device.backend if asked else None))
@@ -179,21 +177,21 @@ def unmet_requirements(distribution: str) -> list[str]:
     return unmet
 
 
-def _recipes(found: _Findings, folders: Sequence[Path]) -> None:
-    names = list(named_recipes(folders))
+def _recipes(found: _Findings) -> None:
+    names = list(named_recipes())
     if names:
-        found.add("recipes", "ok", f"{len(names)} found: {', '.join(names)}")
+        found.add("recipes", "ok", f"{len(names)} found by name; `portable-dit recipes list` says which")
     else:
         found.add(
             "recipes", "warning", "none found by name", "Reinstall portable-dit, or give recipes by path."
         )
 
 
-def _read_recipe(found: _Findings, ref: str | None, folders: Sequence[Path]) -> Recipe | None:
+def _read_recipe(found: _Findings, ref: str | None) -> Recipe | None:
     if ref is None:
         return None
     try:
-        recipe = load_recipe(ref, folders=folders)
+        recipe = load_recipe(ref)
     except UserError as error:
         found.add(
             "recipe", "problem", str(error), "Correct the recipe; `portable-dit recipes schema` says how."
@@ -239,7 +237,7 @@ def _backend(found: _Findings, plugins: Plugins, recipe: Recipe | None, wanted: 
     native = f"; native formats {', '.join(sorted(capabilities.native_formats)) or 'none'}"
     dtypes = ", ".join(sorted(capabilities.dtypes))
     found.add("backend", "ok", f"{backend.id}: {device.name} ({device.arch}); {dtypes}{native}")
-    plan = _plan(found, recipe, backend, capabilities, plugins.families) if recipe else None
+    plan = _plan(found, recipe, backend, capabilities) if recipe else None
     found.probes += probe_kernels(backend, device, capabilities)
     _judge_probes(found, plan)
 
@@ -279,19 +277,11 @@ def _outcomes(
         yield check_fused(kernel, backend, device, capabilities, dtype)
 
 
-def _plan(
-    found: _Findings,
-    recipe: Recipe,
-    backend: Backend,
-    capabilities: Capabilities,
-    families: Sequence[Family],
-) -> Plan | None:
-    from portable_dit.models import read_spec
+def _plan(found: _Findings, recipe: Recipe, backend: Backend, capabilities: Capabilities) -> Plan | None:
     from portable_dit.plan import make_plan
 
     try:
-        spec = read_spec(recipe.model, recipe.weights, families)
-        plan = make_plan(recipe, spec, capabilities, backend.kernel_lists())
+        plan = make_plan(recipe, read_spec(recipe), capabilities, backend.kernel_lists())
     except UserError as error:
         found.add("plan", "problem", str(error), "`portable-dit plan` shows every choice and its reason.")
         return None

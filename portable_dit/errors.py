@@ -56,6 +56,10 @@ class DeviceMemoryError(PortableDitError, MemoryError):
     """The device ran out of memory while running; says what was resident and which key would make it fit."""
 
 
+class RankError(PortableDitError):
+    """One of several processes that draw together died, hung or failed; says which, and its last words."""
+
+
 class CancelledError(PortableDitError):
     """A request that was stopped by whoever made it; nothing of it was written."""
 
@@ -70,10 +74,15 @@ def at_most(lines: Sequence[str], most: int = 20) -> str:
     return "\n".join(kept)
 
 
-def near(name: str, known: list[str] | tuple[str, ...]) -> str:
-    """The half sentence for an unknown name: the nearest known one, if any, and all of them."""
+def near(name: str, known: list[str] | tuple[str, ...], most: int = 12) -> str:
+    """The half sentence for an unknown name: the nearest known one, if any, and all of them.
+
+    Of more than `most`, those that are the least unlike, and how many are left out.
+    """
     import difflib
 
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{hint} Known: {', '.join(sorted(known))}."
+    shown = known if len(known) <= most else difflib.get_close_matches(name, known, n=most, cutoff=0.0)
+    more = f", and {len(known) - len(shown):,} more" if len(shown) < len(known) else ""
+    return f"{hint} Known: {', '.join(sorted(shown))}{more}."

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from portable_dit.capabilities import Capabilities
-from portable_dit.layout import Layout
+from portable_dit.layout import ONE_DEVICE, Layout
 from portable_dit.models.spec import COMPONENTS, DTYPE_BYTES, Bytes, ModelSpec, Numbers, Workload
 
 # A process before its model: Python, torch and this package (260 MiB resident after one small call of each
@@ -23,7 +23,6 @@ HOST_RUNTIME_BYTES = 280 * 2**20
 STAGING_BLOCKS = 2
 # Allocators round up and leave gaps; a plan that needs more than this share of the memory is said not to fit.
 USABLE_SHARE = 0.97
-ONE_DEVICE = Layout()
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,12 @@ def measure_footprint(
     extra = {name: -(-size // heads_split.get(name, 1)) for name, size in extra.items()}
     runtime = HOST_RUNTIME_BYTES if shared else capabilities.runtime_bytes
     pictures = 3 * workload.width * workload.height * workload.images
-    stages = {"load": runtime + sum(_loading(name, components[name], offload) for name in COMPONENTS)}
+    stages = {"load": runtime + sum(_loading(components[n], n, offload, shared=shared) for n in COMPONENTS)}
     for stage in COMPONENTS:
         resting = sum(_resting(name, components[name], offload, stage=stage) for name in COMPONENTS)
         stages[stage] = runtime + resting + components[stage].activations + extra.get(stage, 0)
     away = sum(_away(name, components[name], offload) for name in COMPONENTS)
+    loading = sum(components[name].loading for name in COMPONENTS)
     if shared:  # the plan moves nothing then, so `away` is 0
         stages = {stage: size + pictures for stage, size in stages.items()}
     peak = max(stages.values())
@@ -111,7 +111,9 @@ def measure_footprint(
         components=components,
         stages=stages,
         peak=peak,
-        host=peak if shared else layout.world * (HOST_RUNTIME_BYTES + away) + layout.data * pictures,
+        host=peak
+        if shared
+        else layout.world * (HOST_RUNTIME_BYTES + away + loading) + layout.data * pictures,
         pinned=layout.world * away if capabilities.pinned_memory and not shared else 0,
         device_limit=device_limit or capabilities.device.total_bytes,
         host_limit=capabilities.host_bytes,
@@ -164,11 +166,13 @@ def _resting(name: str, size: Bytes, offload: Offload, *, stage: str) -> int:
     return size.weights - size.block * (size.num_blocks - blocks)
 
 
-def _loading(name: str, size: Bytes, offload: Offload) -> int:
-    """Bytes of a component on the device just before its loading ends; offloaded weights load on the host."""
-    if offload.of(name) == "none":
-        return size.weights + size.loading
-    return _resting(name, size, offload, stage="load")
+def _loading(size: Bytes, name: str, offload: Offload, *, shared: bool) -> int:
+    """Bytes of a component on the device just before its loading ends.
+
+    What is dropped then waits on the host, and visits block by block.
+    """
+    visiting = size.loading if shared else -(-size.loading // max(size.num_blocks, 1))
+    return _resting(name, size, offload, stage="load") + visiting
 
 
 def _away(name: str, size: Bytes, offload: Offload) -> int:

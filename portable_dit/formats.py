@@ -10,7 +10,7 @@ Letters: N out features, K in features, M rows of activations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from portable_dit.errors import BackendError, WeightsError, near
+from portable_dit.rotation import rotate, rotated_together
 
 WHOLE = 0  # as a block side: the whole dimension
+Agree = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,10 @@ class Format:
     weight scale. activations: (rows, columns) that share one scale when the input is quantised too, which
     happens at run time from the input itself; None leaves the input alone (weight-only).
 
-    The error of a decoded weight w obeys  |w' - w| <= max(relative * |w|, absolute * scale).
+    rotated: numbers are stored in a basis in which neighbouring in features were rotated together
+    (`rotation`), of weights and inputs alike, so that products do not change.
+
+    The error of a decoded weight w obeys  |w' - w| <= max(relative * |w|, absolute * scale), in that basis.
     """
 
     name: str
@@ -38,6 +43,7 @@ class Format:
     scales: torch.dtype | None = None
     block: tuple[int, int] = (1, WHOLE)
     activations: tuple[int, int] | None = None
+    rotated: bool = False
 
     @property
     def relative(self) -> float:
@@ -70,6 +76,8 @@ FORMATS: Mapping[str, Format] = {
         Format("float32", torch.float32),
         Format("bfloat16", torch.bfloat16),
         Format("int8_row", torch.int8, _F32, (1, WHOLE), (1, WHOLE)),
+        # The form of ConvRot: outliers are spread over up to 256 channels before the even steps of int8.
+        Format("int8_row_rotated", torch.int8, _F32, (1, WHOLE), (1, WHOLE), rotated=True),
         Format("int8_weight_only", torch.int8, _F32, (1, WHOLE)),
         Format("fp8_row", _E4M3, _F32, (1, WHOLE), (1, WHOLE)),
         # The input's one scale comes from all its rows, so a row's result depends on its batch mates.
@@ -130,8 +138,10 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
-def encode(weight: Tensor, name: str) -> Encoded:
+def encode(weight: Tensor, name: str, *, agree: Agree | None = None) -> Encoded:
     """A weight [N, K] of any float dtype brought to canonical form, on the weight's own device.
+
+    agree: for a part of a weight whose blocks go beyond it, the largest magnitudes of all parts.
 
     An all-zero block gets scale 1. Inf and NaN are refused: they would spoil their whole block, and fp8 has
     no Inf.
@@ -149,22 +159,29 @@ def encode(weight: Tensor, name: str) -> Encoded:
         )
     if form.scales is None:
         return Encoded(form, weight.to(form.values), None)
-    return Encoded(form, *quantize_blocks(exact, form, form.block))
+    return Encoded(form, *quantize_blocks(exact, form, form.block, agree=agree))
 
 
 def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight [N, K] that the stored numbers stand for; products in float32, rounded once to dtype."""
     if encoded.scales is None:
         return encoded.values.to(dtype)
-    return dequantize_blocks(encoded.values, encoded.scales, encoded.format.block).to(dtype)
+    form = encoded.format
+    return dequantize_blocks(encoded.values, encoded.scales, form, form.block).to(dtype)
 
 
-def quantize_blocks(x: Tensor, form: Format, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def quantize_blocks(
+    x: Tensor, form: Format, block: tuple[int, int], *, agree: Agree | None = None
+) -> tuple[Tensor, Tensor]:
     """Values [M, K] in the storage dtype and scales [M / rows, K / columns] of float32 x [M, K].
 
     Also serves activations, with `form.activations` as block; Inf and NaN are not looked for here.
     """
+    if form.rotated:
+        x = rotate(x, rotated_together(x.shape[1]))
     amax = _block_amax(x, block)  # [blocks down, blocks across]
+    if agree is not None:
+        amax = agree(amax)
     scales = (
         _power_of_two_scales(amax) if form.scales is torch.float8_e8m0fnu else _scales(amax, form.largest)
     )
@@ -175,14 +192,16 @@ def quantize_blocks(x: Tensor, form: Format, block: tuple[int, int]) -> tuple[Te
     return scaled.to(form.values), scales
 
 
-def dequantize_blocks(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """float32 [M, K] of values [M, K] and scales [M / rows, K / columns]."""
-    return values.float() * _spread(scales.float(), block, values.shape)
+def dequantize_blocks(values: Tensor, scales: Tensor, form: Format, block: tuple[int, int]) -> Tensor:
+    """float32 [M, K] of values [M, K] and scales [M / rows, K / columns], rotated back."""
+    x = values.float() * _spread(scales.float(), block, values.shape)
+    return rotate(x, rotated_together(x.shape[1])) if form.rotated else x
 
 
 def _scales(amax: Tensor, largest: float) -> Tensor:
-    # A block of subnormals would give scale 0 and then 0 / 0.
-    scales = (amax / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    # By a tensor: some devices divide by a Python number by multiplying with its rounded inverse, and a
+    # weight would get other scales there than on the host. Subnormals would give scale 0 and then 0 / 0.
+    scales = (amax / amax.new_full((), largest)).clamp_min(torch.finfo(torch.float32).tiny)
     return torch.where(amax > 0, scales, 1.0)
 
 

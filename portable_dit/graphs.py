@@ -17,8 +17,9 @@ from torch import Tensor
 
 from portable_dit.backend import Backend
 from portable_dit.sampling import run_blocks
+from portable_dit.tiles import run_tiles
 
-MAX_LIVE = 32  # graphs at once where the device names no limit; each holds the memory of its activations
+MAX_LIVE = 32  # graphs at once, or as many as the device bears; each holds the memory of its activations
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Graphs:
 
     def __init__(self, backend: Backend, *, max_live: int | None = None) -> None:
         self._backend = backend
-        self._max_live = max_live or MAX_LIVE
+        self._max_live = min(max_live or MAX_LIVE, MAX_LIVE)
         self._live: OrderedDict[Hashable, Callable[..., Tensor] | None] = OrderedDict()
         self.refused: frozenset[str] = frozenset()
 
@@ -59,8 +60,11 @@ class Graphs:
 
         return self._run("dit", structure, run, tensors)
 
-    def tiles(self, network: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-        """network(batch) from a graph."""
+    def tiles(self, network: Callable[[Tensor], Tensor], tiles: Tensor, most: int) -> Tensor:
+        """`tiles.run_tiles` with every batch from a graph."""
+        return run_tiles(lambda batch: self._batch(network, batch), tiles, most)
+
+    def _batch(self, network: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
         return self._run("vae", _take_apart(batch, []), network, [batch])
 
     def _run(

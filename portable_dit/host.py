@@ -102,6 +102,20 @@ def peak_bytes(*, reset: bool = False) -> int | None:
     return peak
 
 
+def energy_joules(root: Path = Path("/")) -> float | None:
+    """What the processor packages have used since some moment, by the kernel's powercap counters.
+
+    None where there are none, or where only root may read them. A counter starts again at zero after some
+    hours at most, so a difference may come out negative.
+    """
+    used = [
+        int(_words(zone / "energy_uj")[0])
+        for zone in sorted((root / "sys/class/powercap").glob("*:*"))
+        if "".join(_words(zone / "name")).startswith("package") and _words(zone / "energy_uj")
+    ]
+    return sum(used) / 1e6 if used else None
+
+
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
     """This process's cgroup folder and its ancestors, for both cgroup versions."""
     folders: list[Path] = []

@@ -55,9 +55,6 @@ class ReadImage:
     notes: tuple[str, ...] = ()
 
 
-# Writing
-
-
 def encode(pixels: Pixels, record: Mapping[str, Any], *, format: str = "png", quality: int = 92) -> bytes:
     """The file bytes of a picture with its record inside: text chunks in PNG, EXIF in JPEG and WebP.
 
@@ -196,12 +193,9 @@ def _user_comment(text: str) -> bytes:
     return UTF16_COMMENT + text.encode("utf-16-le", "replace")
 
 
-# Reading a picture's record
-
-
 def read_record(path: Path) -> dict[str, Any]:
     """The record that `encode` put into a PNG, JPEG or WebP file."""
-    with _opened(path, path.name) as image:
+    with _opened(path, str(path)) as image:
         kind, size = image.format, image.size
         # Text chunks may also come after the pixels in files that other programs have saved again.
         text = getattr(image, "text", {}).get(RECORD_KEY) if kind == "PNG" else _read_user_comment(image)
@@ -235,9 +229,6 @@ def _parsed(text: str | None) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and "version" in record else None
 
 
-# Reading foreign images
-
-
 def read_image(source: Path | bytes, *, name: str | None = None) -> ReadImage:
     """Pixels of a reference image as uint8 RGB [H, W, 3], upright, alpha over white, first frame of several.
 
@@ -257,6 +248,26 @@ def read_image(source: Path | bytes, *, name: str | None = None) -> ReadImage:
         image.load()
         pixels = _to_rgb(ImageOps.exif_transpose(image), name, notes)
     return ReadImage(pixels, tuple(notes))
+
+
+def read_size(source: Path | bytes, *, name: str = "image") -> tuple[int, int]:
+    """Width and height that a reference's header says, when `read_image` may take them. Decodes nothing."""
+    with _opened(source, name) as image:
+        check_size(image.size, name)
+        return image.size
+
+
+def interleaved(planes: Pixels) -> Pixels:
+    """A view [H, W, 3] of three planes, or of anything, with the channels of a pixel side by side in memory.
+
+    Plane by plane, which takes a third of the time of numpy's own copy of such a view.
+    """
+    if planes.flags.c_contiguous:
+        return planes
+    pixels = np.empty(planes.shape, planes.dtype)
+    for channel in range(planes.shape[-1]):
+        pixels[..., channel] = planes[..., channel]
+    return pixels
 
 
 def resize(pixels: Pixels, width: int, height: int) -> Pixels:

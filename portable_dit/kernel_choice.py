@@ -8,8 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from portable_dit.capabilities import Capabilities, Kernel, KernelLists, LinearRequest, Request
+from portable_dit.capabilities import (
+    Capabilities,
+    ExpertRequest,
+    Kernel,
+    KernelLists,
+    LinearRequest,
+    Request,
+)
 from portable_dit.errors import near
+from portable_dit.layout import ONE_DEVICE, Layout, split_attention, split_shape
 from portable_dit.models.spec import COMPONENTS, ModelSpec, Numbers, Workload, matches
 
 PLAIN = "plain"  # the body in ops.py
@@ -69,10 +77,12 @@ def choose_kernels(
     *,
     numbers: Mapping[str, Numbers],
     attention: str,
+    layout: Layout = ONE_DEVICE,
 ) -> Choices:
     """Kernels for every seam and format.
 
-    kernels: None when the backend is not installed. attention: a wish, or auto.
+    kernels: None when the backend is not installed. attention: a wish, or auto. layout: kernels are asked
+    about one device's part.
     """
     found = Choices()
     for component in COMPONENTS:
@@ -81,7 +91,13 @@ def choose_kernels(
             continue
         wish = attention if component == "dit" else "auto"
         dtype = numbers[component].dtype
-        requests = [r for name, r in spec.attention_requests(workload, dtype) if name == component]
+        requests = [
+            split_attention(request, component, layout)
+            for name, request in spec.attention_requests(workload, dtype)
+            if name == component
+        ]
+        if not requests:
+            continue  # a token table attends to nothing
         found.chosen[component]["attention"] = _attention(
             found, component, kernels.attention, requests, capabilities, wish=wish
         )
@@ -93,7 +109,9 @@ def choose_kernels(
             found.chosen["dit"][op] = picked or PLAIN
     for component, held in numbers.items():
         if held.format is not None:
-            _linear(found, spec, capabilities, kernels, workload, component=component, held=held)
+            _linear(
+                found, spec, capabilities, kernels, workload, component=component, held=held, layout=layout
+            )
     return found
 
 
@@ -134,34 +152,58 @@ def _linear(
     *,
     component: str,
     held: Numbers,
+    layout: Layout,
 ) -> None:
-    """A kernel for the component's quantised layers, or the problem that there is none."""
+    """Kernels for the component's quantised layers and experts, or the problem that there is none."""
     assert held.format is not None
-    op, wish = f"linear:{held.format}", f"quantization.{component}={held.format}"
-    rows = {"dit": spec.rows(workload), "text_encoder": workload.prompt_tokens, "vae": VAE_ROWS}[component]
+    wish = f"quantization.{component}={held.format}"
     groups = [g for g in spec.linears if g.component == component]
-    requests = [
-        LinearRequest(held.format, held.dtype, rows, g.in_features, g.out_features)
-        for g in groups
-        if not all(matches(name, held.keep) for name in g.names())
-    ]
-    if not requests:
+    reached = [g for g in groups if not all(matches(name, held.keep) for name in g.names())]
+    if not reached:
         found.problems.append(
             f"{wish}: reaches no layer of the {component}; quantization.keep holds all {len(groups)} kinds. "
             "Narrow keep, or drop the format."
         )
         return
-    if kernels is None:
-        found.chosen[component][op] = UNKNOWN
-        return
-    listed = kernels.linear.get(held.format, ())
-    picked = found.pick(component, op, listed, requests, capabilities, approximate=True)
+    rows = {"dit": spec.rows(workload), "text_encoder": workload.prompt_tokens, "vae": VAE_ROWS}[component]
+    numbers = held.format, held.dtype, rows
+    layers = [LinearRequest(*numbers, *split_shape(g, spec, layout)) for g in reached if not g.experts]
+    experts = [
+        ExpertRequest(*numbers, g.experts // layout.expert, *split_shape(g, spec, layout))
+        for g in reached
+        if g.experts
+    ]
+    lists = kernels or KernelLists()
+    kinds: tuple[tuple[str, Sequence[Request], Mapping[str, Sequence[Kernel]]], ...] = (
+        ("linear", layers, lists.linear),
+        ("experts", experts, lists.experts),
+    )
+    for kind, requests, listed in kinds:
+        if requests:
+            op = f"{kind}:{held.format}"
+            if kernels is None:
+                found.chosen[component][op] = UNKNOWN
+            else:
+                _linear_kernel(found, capabilities, component, op, requests, listed, wish)
+
+
+def _linear_kernel(
+    found: Choices,
+    capabilities: Capabilities,
+    component: str,
+    op: str,
+    requests: Sequence[Request],
+    listed: Mapping[str, Sequence[Kernel]],
+    wish: str,
+) -> None:
+    format = op.partition(":")[2]
+    picked = found.pick(component, op, listed.get(format, ()), requests, capabilities, approximate=True)
     if picked is not None:
         found.chosen[component][op] = picked
         return
     refused = [r for r in found.refusals if r.component == component and r.op == op]
     why = "; ".join(f"{r.kernel}: {r.detail}" for r in refused) or "it has no kernel for that format"
-    known = ", ".join(sorted(name for name, some in kernels.linear.items() if some)) or "none"
+    known = ", ".join(sorted(name for name, some in listed.items() if some)) or "none"
     found.problems.append(
         f"{wish}: backend {capabilities.device.backend} cannot serve it ({why}). Formats it has: {known}."
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
-from portable_dit.models.spec import ModelSpec
+from portable_dit.capabilities import AttentionRequest
+from portable_dit.models.spec import FORMAT_SCALES, LinearGroup, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,17 @@ class Layout:
         return self.replica * self.data
 
 
-def layout_problems(layout: Layout, spec: ModelSpec, *, devices: int) -> list[str]:
-    """Every rule that a layout breaks, with the nearest legal degree."""
+ONE_DEVICE = Layout()
+
+
+def layout_problems(layout: Layout, spec: ModelSpec, *, devices: int | None) -> list[str]:
+    """Every rule that a layout breaks, with the nearest legal degree. devices: None = as many as it needs."""
     problems = []
     for axis, degree in asdict(layout).items():
         if degree > 1:
             why = _axis_problem(axis, degree, layout, spec)
             problems += [f"layout.{axis}={degree}: {why}"] if why else []
-    if not problems and layout.world != devices:
+    if not problems and devices not in (None, layout.world):
         problems.append(
             f"device.count={devices}: the layout uses {layout.world} ({_product(layout)}). "
             f"Say device.count={layout.world}, or change the layout."
@@ -59,23 +64,88 @@ def _axis_problem(axis: str, degree: int, layout: Layout, spec: ModelSpec) -> st
     match axis:
         case "tensor":
             return _must_divide(
-                degree, {"attention heads": spec.num_heads, "feed-forward width": spec.ffn_size}
+                degree,
+                {
+                    "attention heads": spec.num_heads,
+                    "key heads": spec.num_kv_heads,
+                    "feed-forward width": spec.ffn_size,
+                },
             )
         case "ulysses":
             heads = spec.num_heads // layout.tensor if spec.num_heads % layout.tensor == 0 else spec.num_heads
             return _must_divide(degree, {"attention heads of each tensor part": heads})
         case "guidance":
-            if not spec.has_guidance:
-                return f"{spec.id} draws without guidance, so there is one branch. Say layout.guidance=1."
+            if spec.guidance_branches == 1:
+                return f"{spec.id} draws without guidance branches. Say layout.guidance=1."
             return None if degree == 2 else "guidance has two branches. Say layout.guidance=2 or 1."
         case "expert":
             if not spec.num_experts:
                 return f"{spec.id} has no experts. Say layout.expert=1."
-            return _must_divide(degree, {"experts": spec.num_experts, "devices of a replica": layout.replica})
-        case "text_encoder_tensor" | "vae_tiles":
+            # Devices that see the same rows; others would have to send their rows around.
+            return _must_divide(
+                degree, {"experts": spec.num_experts, "devices of layout.tensor": layout.tensor}
+            )
+        case "text_encoder_tensor":
+            counts = {"heads of the text encoder": spec.num_text_heads, "its width": spec.text_ffn_size}
+            return _must_divide(degree, {**counts, "devices of a replica": layout.replica})
+        case "vae_tiles":
             return _must_divide(degree, {"devices of a replica": layout.replica})
         case _:
             return None
+
+
+def split_attention(request: AttentionRequest, component: str, layout: Layout) -> AttentionRequest:
+    """What one device is asked of an attention call: its heads, and with a ring the log-sum-exp too."""
+    degree = {"dit": layout.tensor * layout.ulysses, "text_encoder": layout.text_encoder_tensor}.get(
+        component, 1
+    )
+    return replace(
+        request,
+        num_heads=max(request.num_heads // degree, 1),
+        num_kv_heads=max(request.num_kv_heads // degree, 1),
+        return_lse=request.return_lse or (component == "dit" and layout.ring > 1),
+    )
+
+
+def split_shape(group: LinearGroup, spec: ModelSpec, layout: Layout) -> tuple[int, int]:
+    """(in features, out features) of the part of a linear layer that one device holds."""
+    shape = [group.in_features, group.out_features]
+    for split in spec.tensor_plan:
+        if (split.component, split.pattern) == (group.component, group.pattern):
+            shape[split.along == "out"] //= tensor_degree(group.component, layout)
+    return shape[0], shape[1]
+
+
+def tensor_degree(component: str, layout: Layout) -> int:
+    """Over how many devices a component's layers are divided."""
+    return {"dit": layout.tensor, "text_encoder": layout.text_encoder_tensor}.get(component, 1)
+
+
+def split_problems(spec: ModelSpec, layout: Layout, formats: Mapping[str, str | None]) -> list[str]:
+    """Layers whose parts would not end where the blocks of their format do, by component's format."""
+    problems = []
+    for split in spec.tensor_plan:
+        degree, format = tensor_degree(split.component, layout), formats.get(split.component)
+        if degree == 1 or format is None:
+            continue
+        _, rows, columns = FORMAT_SCALES[format]
+        group = next(
+            (g for g in spec.linears if (g.component, g.pattern) == (split.component, split.pattern)), None
+        )
+        if group is None:
+            continue
+        out = split.along == "out"
+        block, widths = (
+            (rows, split.parts or (group.out_features,)) if out else (columns, (group.in_features,))
+        )
+        if block > 1 and any(width // degree % block for width in widths):
+            key = "tensor" if split.component == "dit" else "text_encoder_tensor"
+            problems.append(
+                f"layout.{key}={degree}: the parts of {split.pattern} must be whole blocks of {block} "
+                f"{format} values, and {min(widths) // degree} is none. Say another degree, or "
+                f"quantization.{split.component}=fp8_row."
+            )
+    return problems
 
 
 def _must_divide(degree: int, counts: dict[str, int]) -> str | None:

@@ -7,8 +7,9 @@ cannot be met is refused by the first, before the second touches a byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -26,15 +27,15 @@ from portable_dit.catalog import (
     read_spec,
 )
 from portable_dit.errors import BackendError, DoesNotFitError, RecipeError, RequestError, WeightsError
+from portable_dit.loaded import LoadedModel
 from portable_dit.models import RANDOM
 from portable_dit.models.spec import (
     COMPONENTS,
     Family,
     Model,
     ModelSpec,
-    TileRunner,
     Workload,
-    run_eagerly,
+    matches,
 )
 from portable_dit.plan import Plan, make_plan
 from portable_dit.plugins import select_backend
@@ -45,14 +46,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable_dit.backend import Backend
-    from portable_dit.graphs import Graphs
     from portable_dit.offload import ComponentOffload, LayerOffload
-    from portable_dit.prompt_cache import PromptCache
+    from portable_dit.parallel.mesh import Mesh
+    from portable_dit.parallel.parts import Parts
     from portable_dit.safetensors_file import StoredTensor
-    from portable_dit.sampling import BlockRunner
     from portable_dit.weight_cache import CachedWeights
     from portable_dit.weights import Checkpoint
 
+GIB = 1 << 30
+log = logging.getLogger("portable_dit")
 HOST = "cpu"  # what torch calls the memory that offloaded weights rest in
 
 
@@ -120,20 +122,32 @@ def resolve_request(
 
 
 def set_up(
-    recipe: Recipe | str | Path, overrides: Mapping[str, Any] | None = None, *, strict: bool = False
+    recipe: Recipe | str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = False,
+    rank: int = 0,
 ) -> Setup:
-    """The decisions for a recipe, or one error that says all that is wrong with it. Loads nothing."""
+    """The decisions for a recipe, or one error that says all that is wrong with it. Loads nothing.
+
+    rank: which of this host's devices it is for, where the layout has several; counted anew beyond the last.
+    """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
     elif overrides:
         raise RecipeError("overrides: this recipe is loaded already. Give them to load_recipe.")
     spec = read_spec(recipe)
     backend = select_backend(recipe.device.backend)
-    device = backend.devices()[0]
+    devices = backend.devices()
+    device = devices[rank % len(devices)]
     capabilities = backend.capabilities(device)
     plan = make_plan(recipe, spec, capabilities, backend.kernel_lists(), strict=strict)
-    _require_one_process(recipe, plan)
     require_packages(spec)
+    if plan.executor == "ray" and find_spec("ray") is None:
+        raise RecipeError(
+            "executor=ray: the package ray is not installed. Type: pip install 'portable-dit[ray]', or say "
+            "executor=mp, which needs no more than one host."
+        )
     return Setup(recipe, find_family(recipe.model), spec, backend, device, capabilities, plan, strict)
 
 
@@ -153,57 +167,17 @@ def fetch(setup: Setup) -> Setup:
     return set_up(setup.recipe, strict=setup.strict)
 
 
-@dataclass(frozen=True, eq=False)
-class LoadedModel:
-    """A model with its weights, the calls that are captured, and the components that visit the device.
-
-    prompts: text states of earlier requests.
-    """
-
-    model: Model
-    graphs: Graphs
-    captured: Mapping[str, bool]
-    visitors: Mapping[str, ComponentOffload]
-    streamed: tuple[LayerOffload, ...]
-    bytes_read: int
-    prompts: PromptCache
-
-    @property
-    def run_blocks(self) -> BlockRunner:
-        """How the blocks of the DiT are called."""
-        from portable_dit.sampling import run_blocks
-
-        return self.graphs.blocks if self.captured["dit"] else run_blocks
-
-    @property
-    def run_tiles(self) -> TileRunner:
-        """How a batch of VAE tiles is decoded."""
-        return self.graphs.tiles if self.captured["vae"] else run_eagerly
-
-    @contextmanager
-    def on_device(self, *components: str) -> Iterator[None]:
-        """The named components have their weights on the device inside."""
-        with ExitStack() as stack:
-            for name in components:
-                if name in self.visitors:
-                    stack.enter_context(self.visitors[name].on_device())
-            yield
-
-    def release(self) -> None:
-        """Takes offload apart; weights go when nobody holds the model."""
-        for layers in self.streamed:
-            layers.remove()
-
-
 def load_model(
     setup: Setup,
     *,
+    mesh: Mesh | None = None,
     on_component: Callable[[str], None] = lambda name: None,
     on_bytes: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> LoadedModel:
     """The model of a setup, ready to draw. on_component: told each component's name as its turn comes.
 
-    on_bytes: told the bytes of it that were read, and how many there are.
+    mesh: with it, this rank's part of the model. on_bytes: told the bytes of a component that were read, and
+    how many there are.
     """
     import torch
 
@@ -213,24 +187,39 @@ def load_model(
     _require_fit(setup.plan)
     checkpoint = _open_checkpoint(setup)
     setup.backend.activate(setup.device)
+    _limit_memory(setup)
     plan, spec = setup.plan, setup.spec
     dtypes: dict[str, torch.dtype] = {name: getattr(torch, plan.dtype[name]) for name in COMPONENTS}
     with _uninitialised():
         model = setup.family.build(spec, dtypes)
-    bytes_read = 0
+    parts, bytes_read = _parts(mesh, spec), 0
     for name in COMPONENTS:
         on_component(name)
         module = model.component(name)
+        if parts is not None:
+            with _uninitialised():
+                parts.shrink(name, module)
         _quantize(module, name, setup)
-        bytes_read += _fill(model, name, checkpoint, setup, partial(on_bytes, name))
+        bytes_read += _fill(model, name, checkpoint, setup, parts, partial(on_bytes, name))
         _require_quantized(module, name, setup)
         _bind(module, name, setup)
-    model.finish_loading(model.schedule(plan.steps or spec.steps[0]))
+        if parts is not None:
+            _connect(parts, model, name, setup)
+    model.finish_loading(model.schedule(plan.steps))
     visitors, streamed = _offload(model, setup)
     setup.backend.synchronize(setup.device)
     graphs = Graphs(setup.backend, max_live=setup.capabilities.graphs.max_live)
     prompts = PromptCache(setup.recipe.prompt_cache_mib << 20, _encoder_identity(setup))
-    return LoadedModel(model, graphs, plan.graphs, visitors, streamed, bytes_read, prompts)
+    return LoadedModel(model, graphs, plan.graphs, visitors, streamed, bytes_read, prompts, mesh)
+
+
+def _limit_memory(setup: Setup) -> None:
+    """Holds the process to the recipe's memory, so that it cannot take what was planned for others."""
+    limit, device = setup.recipe.device.memory_gib, setup.device
+    if limit and not setup.backend.limit_memory(device, round(limit * GIB)):
+        log.warning(
+            "device.memory_gib=%g: planned with, and not enforced: %s has no limit", limit, device.name
+        )
 
 
 def _encoder_identity(setup: Setup) -> str:
@@ -268,15 +257,6 @@ def require_packages(spec: ModelSpec) -> None:
             )
 
 
-def _require_one_process(recipe: Recipe, plan: Plan) -> None:
-    """Layouts of several devices can be planned before they can be run."""
-    if plan.layout.world > 1 or recipe.executor != "inline":
-        raise RecipeError(
-            f"executor={recipe.executor}, {plan.layout.world} devices: this version plans such a layout but "
-            "runs on one device. See it with `portable-dit plan`, or run a recipe with executor=inline."
-        )
-
-
 def _require_fit(plan: Plan) -> None:
     if not plan.fits:
         workload = plan.workload
@@ -297,18 +277,29 @@ def _quantize(module: nn.Module, name: str, setup: Setup) -> None:
             keep=plan.keep,
             only=plan.only[name],
             backend=setup.backend,
-            kernel_id=plan.choices(name)[f"linear:{format}"],
+            kernel_id=plan.choices(name).get(f"linear:{format}"),
+            expert_kernel_id=plan.choices(name).get(f"experts:{format}"),
             capabilities=setup.capabilities,
             rows=setup.spec.rows(plan.workload),
         )
 
 
 def _require_quantized(module: nn.Module, name: str, setup: Setup) -> None:
-    """A format that reached no layer would draw the very picture of the unquantised model."""
+    """A format that reached no layer would draw the very picture of the unquantised model.
+
+    Logs what each kind of layer runs on, one line each.
+    """
     from portable_dit.quantize import quantization_report
 
     format = setup.plan.formats[name]
-    if format is not None and quantization_report(module).layers == 0:
+    if format is None:
+        return
+    report = quantization_report(module)
+    for kind, count in (("linear", report.layers - report.mixtures), ("experts", report.mixtures)):
+        if count:
+            kernel = setup.plan.choices(name)[f"{kind}:{format}"]
+            log.info("%s: %d %s layers in %s, kernel %s", name, count, kind, format, kernel)
+    if report.layers == 0:
         raise BackendError(
             f"quantization.{name}={format}: no layer of the {name} holds such a weight after loading. "
             "Leave the format out, or report this as a bug."
@@ -336,6 +327,7 @@ def _fill(
     name: str,
     checkpoint: Checkpoint | None,
     setup: Setup,
+    parts: Parts | None,
     on_bytes: Callable[[int, int], None],
 ) -> int:
     """Weights into a component, each tensor where it rests; gives the bytes read."""
@@ -343,28 +335,37 @@ def _fill(
 
     module, family = model.component(name), setup.family
     device = _resting_place(model, name, setup)
+    shares = {} if parts is None else parts.shares(name, module)
+    elsewhere = () if parts is None else parts.elsewhere(name, module)
     if checkpoint is None:
-        fill_random(module, device=device)
+        fill_random(module, device=device, shares=shares)
         return 0
-    place = checkpoint.folder / family.place(name, setup.spec)
-    stored = checkpoint.tensors(place)
+    places = family.places(name, setup.spec)
+    place, stored = checkpoint.folder / places[0], checkpoint.tensors(*places)
     shapes = {key: tensor.shape for key, tensor in stored.items()}
     tensor_map = family.tensor_map(name, shapes, setup.spec, texts=marker_texts(stored))
-    with _cached(module, stored, name, place, setup) as cache:
+    unused = tensor_map.unused | {part for ours in elsewhere for part in tensor_map.sources[ours].names}
+    with _cached(module, stored, name, place, setup, parts) as cache:
         return load_component(
             module,
             stored,
             sources=tensor_map.sources,
-            unused=tensor_map.unused,
+            unused=unused,
             device=device,
             title=str(place),
+            shares=shares,
             cache=cache,
             on_bytes=on_bytes,
         )
 
 
 def _cached(
-    module: nn.Module, stored: Mapping[str, StoredTensor], name: str, place: Path, setup: Setup
+    module: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    name: str,
+    place: Path,
+    setup: Setup,
+    parts: Parts | None,
 ) -> AbstractContextManager[CachedWeights | None]:
     """The cache entry of a quantised component, None when the recipe wants none."""
     format = setup.plan.formats[name]
@@ -372,14 +373,28 @@ def _cached(
         return nullcontext()
     from portable_dit.weight_cache import CachedWeights
 
-    return CachedWeights(module, stored, title=f"{place} as {format}")
+    title = f"{place} as {format}"
+    if parts is None:
+        return CachedWeights(module, stored, title=title)
+    label = parts.label(name)
+    return CachedWeights(
+        module,
+        stored,
+        title=f"{title}, part {label}" if label else title,
+        part=label,
+        keep=parts.is_first_with_its_part(name),
+        agree=parts.all_have,
+    )
 
 
 def _resting_place(model: Model, name: str, setup: Setup) -> Callable[[str], str]:
-    """Where each tensor of a component rests: on the device, or on the host for what is offloaded."""
+    """Where each tensor of a component rests: on the device, or on the host for what is offloaded or will be
+    dropped before the first picture.
+    """
     placement, device = setup.plan.offload.of(name), setup.device.torch_device
+    temporary = setup.spec.temporary if name == "dit" else ()
     if placement == "none":
-        return lambda tensor: device
+        return lambda tensor: HOST if matches(tensor, temporary) else device
     if placement == "component":
         return lambda tensor: HOST
     from portable_dit.offload import streamed_blocks
@@ -387,7 +402,7 @@ def _resting_place(model: Model, name: str, setup: Setup) -> Callable[[str], str
     path, blocks = _blocks(model, name)
     streamed = streamed_blocks(len(blocks), _resident(name, setup))
     prefixes = tuple(f"{path}.{index}." for index in streamed)
-    return lambda tensor: HOST if tensor.startswith(prefixes) else device
+    return lambda tensor: HOST if tensor.startswith(prefixes) or matches(tensor, temporary) else device
 
 
 def _bind(module: nn.Module, name: str, setup: Setup) -> None:
@@ -395,6 +410,24 @@ def _bind(module: nn.Module, name: str, setup: Setup) -> None:
 
     producers = setup.spec.producers if name == "dit" else ()
     bind(module, setup.backend, setup.plan.choices(name), producers=producers)
+
+
+def _parts(mesh: Mesh | None, spec: ModelSpec) -> Parts | None:
+    """What a rank of several makes of the model, None when there is one."""
+    if mesh is None:
+        return None
+    from portable_dit.parallel.parts import Parts
+
+    return Parts(mesh, spec.tensor_plan)
+
+
+def _connect(parts: Parts, model: Model, name: str, setup: Setup) -> None:
+    """Puts the exchanges between ranks around a component's bound seams."""
+    with_lse = None
+    if name == "dit" and setup.plan.layout.ring > 1:
+        with_lse = setup.backend.attention_kernel(setup.plan.choices(name)["attention"]).run_with_lse
+    module = model.component(name)
+    parts.connect(name, module, _blocks(model, name)[1] if name == "dit" else module, with_lse)
 
 
 def _offload(model: Model, setup: Setup) -> tuple[dict[str, ComponentOffload], tuple[LayerOffload, ...]]:

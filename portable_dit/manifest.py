@@ -123,7 +123,11 @@ def _tensor_problem(path: Path) -> tuple[str | None, int]:
         if not tensor.is_finite():
             bad.append(tensor.name)
         tensor.release()
-    return (f"{path}: NaN or infinite values in {', '.join(bad[:12])}" if bad else None), len(tensors)
+    return (
+        f"{path}: NaN or infinite values, or float64 beyond float32, in {', '.join(bad[:12])}"
+        if bad
+        else None
+    ), len(tensors)
 
 
 def _folder_problem(folder: Path) -> str | None:

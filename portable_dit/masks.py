@@ -57,7 +57,22 @@ class Segments:
     kind = "segments"
 
 
-Mask = NoMask | Causal | KeyPadding | CausalWithFullSpans | Segments
+@dataclass(frozen=True)
+class Part:
+    """The rows are one part of a sequence that several devices share; `of` is the mask of the whole.
+
+    lengths: rows of each part. index: which one this is. Keys beyond this part's own stand in front and are
+    the same for every part (a prefix whose keys and values were kept). Only what splits the sequence makes
+    and reads this kind; no kernel does.
+    """
+
+    of: Mask
+    lengths: tuple[int, ...]
+    index: int
+    kind = "part"
+
+
+Mask = NoMask | Causal | KeyPadding | CausalWithFullSpans | Segments | Part
 NO_MASK = NoMask()
 
 
@@ -80,6 +95,8 @@ def to_keep(mask: Mask, rows_q: int, rows_k: int, device: torch.device) -> Tenso
             row = torch.arange(rows_k, device=device)
             segment = torch.bucketize(row, offsets.to(device), right=True)
             return segment[rows_k - rows_q :, None] == segment[None, :]  # [Sq, Sk]
+        case Part():
+            raise AssertionError("a part of a sequence has no mask without the rest")
 
 
 def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:

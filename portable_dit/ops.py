@@ -4,7 +4,8 @@ Each seam is a small module with a plain PyTorch body, which is the documentatio
 of the conformance suite. `bind` sets `run` to the backend's function of the same signature; a model never
 knows.
 
-Letters: B batch, S tokens, C channels, N heads, D head_dim, R rows of a modulation table.
+Letters: B batch, S tokens, C channels, N heads, D head_dim, R rows of a modulation table; for experts M rows,
+E experts, k of them for each row.
 """
 
 from __future__ import annotations
@@ -43,6 +44,26 @@ class Rotary:
 
     cos: Tensor
     sin: Tensor
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Keys and values of rows that come before all queries: [B, L, Nkv, D] each."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Which rows go to which expert.
+
+    rows: int64 [R], rows of x ordered by their expert; None = x is in order. ends: int32 [E], where the rows
+    of each expert end. Rows behind the last end belong to no expert here.
+    """
+
+    rows: Tensor | None
+    ends: Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -92,6 +113,51 @@ def head_norm_rotary(x: Tensor, weight: Tensor | None, eps: float, rotary: Rotar
     return x if rotary is None else rotate(x, rotary)
 
 
+def rotary_head_norm(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> Tensor:
+    """Rotary first and the per-head RMS norm after it, float32 in between: [B, S, N, D] -> [B, S, N, D].
+
+    rotary: in float32, over all of D.
+    """
+    return rms_norm(rotate(x.float(), rotary), weight.float(), eps).to(x.dtype)
+
+
+def route(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The experts of each row and their shares: x [M, C], weight [E, C] -> int64 [M, k], float32 [M, k].
+
+    Float32, since near ties decide which experts see a row. Shares are those of the softmax over all experts,
+    scaled to add up to one.
+    """
+    shares, index = F.linear(x.float(), weight.float()).softmax(dim=-1).topk(top_k, dim=-1)
+    return index, shares / shares.sum(dim=-1, keepdim=True).clamp_min(1e-8)
+
+
+def expert_linear(x: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    """Each row through its expert's matrix: x [M, K], weight [E, N, K] -> [R, N], ordered by expert.
+
+    Rows behind the last end give anything: nobody reads them.
+    """
+    rows = x if dispatch.rows is None else x[dispatch.rows]  # [R, K]
+    out = rows.new_empty(rows.shape[0], weight.shape[1])
+    start = 0
+    for expert, end in enumerate(dispatch.ends.tolist()):
+        if end > start:
+            out[start:end] = F.linear(rows[start:end], weight[expert])
+        start = end
+    return out
+
+
+def combine_experts(x: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """The sum of each row's experts by share: x [R, C], places int64 [M, k], shares float32 [M, k] -> [M, C].
+
+    Summed in float32, one expert after the other in the order of `places`, so that the result does not depend
+    on who else is in the batch.
+    """
+    out = torch.zeros(places.shape[0], x.shape[1], dtype=torch.float32, device=x.device)
+    for choice in range(places.shape[1]):
+        out.addcmul_(x[places[:, choice]].float(), shares[:, choice, None])
+    return out.to(x.dtype)
+
+
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * value of a last dim laid out [gate ; value]: [..., 2F] -> [..., F]."""
     gate, value = x.chunk(2, dim=-1)
@@ -120,7 +186,12 @@ class Attention(Seam):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = NO_MASK) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = NO_MASK, prefix: KeyValues | None = None
+    ) -> Tensor:
+        """prefix: keys and values in front of k and v, of rows that are done; the mask counts them."""
+        if prefix is not None:
+            k, v = torch.cat([prefix.k, k], dim=1), torch.cat([prefix.v, v], dim=1)
         out: Tensor = self.run(q, k, v, mask, scale=self.scale)
         return out
 
@@ -194,3 +265,106 @@ class RMSNorm(Seam):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.run(x, self.weight, self.eps)
         return out
+
+
+class RotaryHeadNorm(Seam):
+    """Rotary embedding of queries or keys, then the per-head RMS norm; owns the norm's weight [D]."""
+
+    op = "rotary_head_norm"
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__(rotary_head_norm)
+        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        out: Tensor = self.run(x, self.weight, self.eps, rotary)
+        return out
+
+
+class Router(Seam):
+    """Chooses k experts for each row; owns the router's weight [E, C]."""
+
+    op = "route"
+
+    def __init__(self, channels: int, num_experts: int, top_k: int) -> None:
+        super().__init__(route)
+        self.weight = nn.Parameter(torch.zeros(num_experts, channels))
+        self.top_k = top_k
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        index, shares = self.run(x, self.weight, self.top_k)
+        return index, shares
+
+
+class ExpertLinear(Seam):
+    """The linear layers of several experts as one weight [E, N, K]; a loader fills it one expert at a time.
+
+    first: number of the first expert that is held here.
+    """
+
+    op = "expert_linear"
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__(expert_linear)
+        self.first = 0
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.zeros(num_experts, out_features, in_features))
+
+    def hold(self, first: int, count: int) -> None:
+        """Keeps `count` experts from `first` on, before weights arrive: what one device of several holds."""
+        shape = count, *self.weight.shape[1:]
+        self.first, self.num_experts = first, count
+        self.weight = nn.Parameter(self.weight.new_empty(shape), requires_grad=False)
+
+    def forward(self, x: Tensor, dispatch: Dispatch) -> Tensor:
+        out: Tensor = self.run(x, self.weight, dispatch)
+        return out
+
+
+class CombineExperts(Seam):
+    """The weighted sum of what a row's experts gave."""
+
+    op = "combine_experts"
+
+    def __init__(self) -> None:
+        super().__init__(combine_experts)
+
+    def forward(self, x: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+        out: Tensor = self.run(x, places, shares)
+        return out
+
+
+class Experts(nn.Module):
+    """Gated MLPs, of which each row passes the k that were chosen for it: [M, C] -> [M, C].
+
+    Choices of experts that are held elsewhere (`ExpertLinear.hold`) add nothing, so the sum over all holders
+    is the whole.
+    """
+
+    def __init__(self, num_experts: int, channels: int, hidden: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate_and_up_proj = ExpertLinear(num_experts, channels, 2 * hidden)
+        self.act = SwiGLU()
+        self.down_proj = ExpertLinear(num_experts, hidden, channels)
+        self.combine = CombineExperts()
+
+    def forward(self, x: Tensor, index: Tensor, shares: Tensor) -> Tensor:
+        """x [M, C]; index int64 [M, k] and shares float32 [M, k], as a `Router` gives them."""
+        held = self.gate_and_up_proj.num_experts
+        here = index - self.gate_and_up_proj.first
+        is_here = (here >= 0) & (here < held)
+        experts, order = torch.where(is_here, here, held).flatten().sort(stable=True)  # [M * k]
+        # Counted on the device: nothing of the routing goes to the host.
+        ends = torch.searchsorted(experts, torch.arange(held, device=x.device), right=True, out_int32=True)
+        hidden = self.gate_and_up_proj(x, Dispatch(order // index.shape[1], ends))  # [M * k, 2F]
+        out = self.down_proj(self.act(hidden), Dispatch(None, ends))  # [M * k, C]
+        if held < self.num_experts:
+            out = out.masked_fill((experts == held)[:, None], 0.0)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=x.device)
+        combined: Tensor = self.combine(out, places.view(index.shape), torch.where(is_here, shares, 0.0))
+        return combined

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from portable_dit.capabilities import Capabilities, KernelLists
 from portable_dit.errors import RecipeError
 from portable_dit.footprint import Footprint, Offload, measure_footprint
 from portable_dit.kernel_choice import PLAIN, Choices, Refusal, choose_kernels
-from portable_dit.layout import Layout, layout_problems
+from portable_dit.layout import Layout, layout_problems, split_problems
 from portable_dit.models.spec import COMPONENTS, TILE_BATCH, ModelSpec, Numbers, Workload
 from portable_dit.recipe import Recipe
 from portable_dit.recipe_rules import (
@@ -31,8 +30,11 @@ from portable_dit.recipe_rules import (
     check_sampling,
     check_workload,
     choose_dtypes,
+    choose_executor,
     choose_graphs,
+    choose_tiling,
 )
+from portable_dit.traffic import bytes_sent_in_a_step
 
 GIB = 2**30
 # What to try when a plan does not fit, one on top of the other: what costs the least time comes first.
@@ -52,7 +54,8 @@ class Plan:
     dtype: activation type. formats: format of the quantised linears, None where there are none. only: globs
     of the layers that may be quantised; keep: those of them that stay. graphs: whether calls of the DiT and
     the VAE are captured. refusals: every kernel that does not serve, and why. bytes: weights, activations,
-    stages, peak, host. values, provenance: every key of the recipe and where its value came from.
+    stages, peak, host. traffic: bytes that a rank sends in one denoise step, by kind of exchange. values,
+    provenance: every key of the recipe and where its value came from.
     """
 
     model: str
@@ -67,11 +70,13 @@ class Plan:
     graphs: Mapping[str, bool]
     offload: Offload
     layout: Layout
-    steps: int | None
+    executor: str
+    steps: int
     workload: Workload
     notes: tuple[Note, ...]
     refusals: tuple[Refusal, ...]
     bytes: Footprint
+    traffic: Mapping[str, int]
     verdict: str
     values: Mapping[str, Any]
     provenance: Mapping[str, str]
@@ -115,14 +120,20 @@ def make_plan(
     workload = workload or default_workload(spec)
     found = Findings(notes=[Note("model", note) for note in spec.notes])
     layout = _layout(recipe, spec, capabilities, found)
+    if not choose_tiling(recipe, spec, layout, found):
+        workload = replace(workload, tile_batch=0)
+    executor = choose_executor(recipe, layout, found)
     check_sampling(recipe, spec, found)
     dtype = choose_dtypes(recipe, spec, capabilities, found)
     offload = check_offload(recipe, spec, capabilities, found)
-    graphs = choose_graphs(recipe, offload, capabilities, found)
+    graphs = choose_graphs(recipe, layout, offload, capabilities, found)
     check_workload(workload, spec, found)
     numbers = _numbers(recipe, spec, dtype, found)
+    found.problems += split_problems(spec, layout, {name: held.format for name, held in numbers.items()})
     attention = recipe.attention
-    choices = choose_kernels(spec, capabilities, kernels, workload, numbers=numbers, attention=attention)
+    choices = choose_kernels(
+        spec, capabilities, kernels, workload, numbers=numbers, attention=attention, layout=layout
+    )
     found.problems += choices.problems
     found.notes += _kernel_notes(choices, numbers, capabilities, installed=kernels is not None)
     _refuse_problems(recipe, capabilities, found, strict=strict)
@@ -141,21 +152,23 @@ def make_plan(
         backend=capabilities.device.backend,
         device=capabilities.device.name,
         digest=recipe.digest,
-        dtype=MappingProxyType(dtype),
-        formats=MappingProxyType({name: held.format for name, held in numbers.items()}),
+        dtype=dtype,
+        formats={name: held.format for name, held in numbers.items()},
         only=_patterns(spec),
         keep=numbers["dit"].keep,
-        kernels=MappingProxyType({name: MappingProxyType(ids) for name, ids in choices.chosen.items()}),
-        graphs=MappingProxyType(graphs),
+        kernels=choices.chosen,
+        graphs=graphs,
         offload=offload,
         layout=layout,
-        steps=recipe.sampling.steps or next(iter(spec.steps), None),
+        executor=executor,
+        steps=recipe.sampling.steps or next(iter(spec.steps), spec.default_steps),
         workload=workload,
         notes=tuple(found.notes),
         refusals=tuple(choices.refusals),
         bytes=size,
+        traffic=bytes_sent_in_a_step(spec, workload, layout, dtype["dit"], branches=_branches(recipe, spec)),
         verdict=_verdict(size, lambda other: measure(workload, offload=other), offload),
-        values=MappingProxyType(recipe.values()),
+        values=recipe.values(),
         provenance=recipe.provenance,
     )
 
@@ -168,7 +181,7 @@ def _with_tiles_that_fit(
     while not size.fits_device and size.peak_stage == "vae" and workload.tile_batch > 1:
         workload = replace(workload, tile_batch=workload.tile_batch // 2)
         size = measure(workload)
-    if workload.tile_batch < TILE_BATCH:
+    if 0 < workload.tile_batch < TILE_BATCH:
         text = f"the VAE takes {workload.tile_batch} tiles at once instead of {TILE_BATCH}, to fit"
         found.note("tiles", text)
     return workload, size
@@ -191,11 +204,15 @@ def _numbers(
     return {name: Numbers(dtype[name], getattr(wish, name), keep) for name in COMPONENTS}
 
 
+def _branches(recipe: Recipe, spec: ModelSpec) -> int:
+    """Guidance branches of a request that does not say a scale of its own."""
+    scale = recipe.sampling.guidance_scale
+    return spec.branches(spec.default_guidance if scale is None else scale)
+
+
 def _patterns(spec: ModelSpec) -> Mapping[str, tuple[str, ...]]:
     """Globs of the layers that may be quantised, by component."""
-    return MappingProxyType(
-        {name: tuple(g.pattern for g in spec.linears if g.component == name) for name in COMPONENTS}
-    )
+    return {name: tuple(g.pattern for g in spec.linears if g.component == name) for name in COMPONENTS}
 
 
 def _kernel_notes(
@@ -207,11 +224,11 @@ def _kernel_notes(
         return [Note("kernels_unknown", text)]
     notes = []
     for name, held in numbers.items():
-        if choices.chosen[name]["attention"] == PLAIN:
+        if choices.chosen[name].get("attention") == PLAIN:
             text = f"attention of the {name} runs in plain torch, which holds all scores at once"
             notes.append(Note("plain_attention", text))
         weight_only = held.format is not None and held.format.endswith("_weight_only")
-        if held.format and not weight_only and held.format not in capabilities.native_formats:
+        if held.format and not weight_only and not capabilities.multiplies(held.format):
             text = (
                 f"quantization.{name}={held.format}: {device} has no matrix unit for it, "
                 "so it saves memory but no time"
@@ -226,7 +243,7 @@ def _scores(
     """Bytes of the attention scores, twice in float32, where the plain body holds them all."""
     extra: dict[str, int] = {}
     for name in COMPONENTS:
-        if choices.chosen[name]["attention"] == PLAIN:
+        if choices.chosen[name].get("attention") == PLAIN:
             requests = spec.attention_requests(workload, dtype[name])
             extra[name] = max(8 * r.num_heads * r.rows**2 for owner, r in requests if owner == name)
     return extra

@@ -43,13 +43,19 @@ class PluginStatus:
 
 
 @dataclass(frozen=True)
+class Additions:
+    """What plugins bring beside backends and their kernels; to know it takes neither torch nor a device."""
+
+    families: tuple[Family, ...] = ()
+    recipe_folders: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plugins:
     """Everything that was found. A backend here already carries the kernels that other plugins add to it."""
 
     backends: Mapping[str, Backend]
     status: tuple[PluginStatus, ...]
-    families: tuple[Family, ...]
-    recipe_folders: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,20 @@ def load_plugins() -> Plugins:
             loaded.append(_Loaded(name, module))
             backends |= {backend.id: backend for backend in brought}
     return _with_additions(backends, loaded, status)
+
+
+def load_additions() -> Additions:
+    """The model families and recipe folders of every installed plugin that can be imported.
+
+    Asks none for a backend. A plugin that fails here adds nothing; `load_plugins` says why.
+    """
+    additions = Additions()
+    for name, _, load in _installed():
+        module, reason = attempt(load)
+        if reason is None and _unfit(name, module) is None:
+            more, _ = _more(_Loaded(name, module), additions)
+            additions = more
+    return additions
 
 
 def select_backend(name: str | None = None, plugins: Plugins | None = None) -> Backend:
@@ -132,7 +152,7 @@ def _by_name(name: str, plugins: Plugins) -> Backend:
 
 
 def _candidates() -> Iterable[tuple[str, str, Callable[[], object]]]:
-    """(name, origin, how to import it): the built-in backend first, then entry points in order of name."""
+    """(name, origin, how to import it): the built-in backend first, then what is installed."""
 
     def built_in() -> object:
         from portable_dit import cpu
@@ -140,6 +160,11 @@ def _candidates() -> Iterable[tuple[str, str, Callable[[], object]]]:
         return cpu
 
     yield BUILT_IN, "built in", built_in
+    yield from _installed()
+
+
+def _installed() -> Iterable[tuple[str, str, Callable[[], object]]]:
+    """The entry points in order of name."""
     for point in sorted(entry_points(group=hooks.ENTRY_POINT_GROUP), key=lambda p: (p.name, p.value)):
         yield point.name, _origin(point), point.load
 
@@ -221,15 +246,11 @@ def _with_additions(
     """Asks every plugin for its list hooks. One that fails here is shown with the reason and adds nothing."""
     from portable_dit.backend import ExtraKernels
 
-    families: list[Family] = []
-    folders: list[Path] = []
+    additions = Additions()
     extra = {id: ExtraKernels() for id in backends}
     for plugin in loaded:
         kernels: dict[str, ExtraKernels] = {}
-        brought, reason = _call(plugin, "portable_dit_model_families")
-        reason = reason or _family_problem(brought, families)
-        places, trouble = _call(plugin, "portable_dit_recipe_folders")
-        reason = reason or trouble
+        more, reason = _more(plugin, additions)
         for id in backends:
             lists = [
                 _call(plugin, f"portable_dit_{hook}", backend=id)
@@ -238,8 +259,7 @@ def _with_additions(
             reason = next((why for _, why in lists if why), reason)
             kernels[id] = ExtraKernels(*(tuple(found) for found, _ in lists))
         if reason is None:
-            families += brought
-            folders += [Path(place) for place in places]
+            additions = more
             extra = {id: _joined(extra[id], kernels[id]) for id in backends}
         else:
             status[:] = [replace(s, ok=False, reason=reason) if s.name == plugin.name else s for s in status]
@@ -249,9 +269,19 @@ def _with_additions(
     return Plugins(
         {id: backend for id, backend in complete.items() if usable[owner[id]]},
         tuple(status),
-        tuple(families),
-        tuple(folders),
     )
+
+
+def _more(plugin: _Loaded, additions: Additions) -> tuple[Additions, str | None]:
+    """The additions with those of one plugin, or as they were and why it adds nothing."""
+    families, reason = _call(plugin, "portable_dit_model_families")
+    reason = reason or _family_problem(families, additions.families)
+    places, trouble = _call(plugin, "portable_dit_recipe_folders")
+    reason = reason or trouble
+    if reason is not None:
+        return additions, reason
+    folders = tuple(Path(place) for place in places)
+    return Additions((*additions.families, *families), (*additions.recipe_folders, *folders)), None
 
 
 def _family_problem(brought: Sequence[Any], taken: Sequence[Family]) -> str | None:

@@ -25,9 +25,8 @@ Bytes2D = npt.NDArray[np.uint8]
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 NONE, SUB, UP = 0, 1, 2  # filter types of the PNG specification, section 9
-BAND_BYTES = (
-    2 << 20
-)  # large enough that a band's cold dictionary costs under 0.1 %, small enough to balance threads
+# Large enough that a band's cold dictionary costs under 0.1 %, small enough to balance threads.
+BAND_BYTES = 2 << 20
 LEVEL = 1
 ADLER_MODULUS = 65521
 

@@ -23,12 +23,19 @@ from portable_dit.yaml_lines import Document, Mistake, read_document
 Provenance = Literal["default", "recipe", "flag"]
 Precision = Literal["auto", "bfloat16", "float32", "float16"]
 Format = Literal[
-    "fp8_row", "fp8_tensor", "fp8_block128", "mxfp8", "int8_row", "fp8_weight_only", "int8_weight_only"
+    "fp8_row",
+    "fp8_tensor",
+    "fp8_block128",
+    "mxfp8",
+    "int8_row",
+    "int8_row_rotated",
+    "fp8_weight_only",
+    "int8_weight_only",
 ]
 Placement = Literal["none", "component", "layerwise"]
 Switch = Literal["auto", True, False]
 Dialect = Literal["auto", "original", "diffusers", "comfy"]
-Executor = Literal["inline", "mp", "torchrun", "ray"]
+Executor = Literal["auto", "inline", "mp", "torchrun", "ray"]
 FORMATS: tuple[str, ...] = get_args(Format)
 
 Text = Annotated[str, Field(min_length=1)]
@@ -49,10 +56,11 @@ class DeviceSection(Section):
     """Which backend runs it, as `portable-dit backends` lists them; null takes the one this machine has."""
     name: Text | None = None
     """The device the recipe was written for; shown to people, never matched."""
-    count: Degree = 1
-    """How many devices the layout uses in all."""
+    count: Degree | None = None
+    """How many devices the layout uses in all; null takes as many as it needs."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory per device to plan with; null takes what the device has."""
+    """Memory per device to plan with, and the most to take where the backend can hold to it; null takes what
+    the device has."""
 
 
 class QuantizationSection(Section):
@@ -148,12 +156,18 @@ class Recipe(Section):
     attention: Text = "auto"
     """auto, or the id of one attention kernel, as `portable-dit plan` lists them."""
     graphs: GraphsSection = GraphsSection()
+    vae_tiling: Switch = "auto"
+    """Pictures decoded in overlapping tiles: less memory, and work for several devices, but faint borders
+    where a model was not trained on tiles. auto does what the model's publishers do."""
     sampling: SamplingSection = SamplingSection()
     prompt_cache_mib: Annotated[int, Field(ge=0, le=65_536)] = 64
     """Host memory for text states of earlier prompts, which are then not encoded again; 0 keeps none. Bench
     keeps none unless this is given."""
-    executor: Executor = "inline"
-    """inline = this process; mp, torchrun, ray = one process per device."""
+    executor: Executor = "auto"
+    """inline = this process; mp, torchrun, ray = one process per device; auto = inline for one device, else
+    mp."""
+    rank_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """With several processes: a request is given up when none of them makes progress for so long."""
     measured: dict[str, JsonValue] = {}
     """What was measured with this recipe, where and when; empty until it was."""
     reference: dict[str, JsonValue] = {}
@@ -163,12 +177,9 @@ class Recipe(Section):
 
     @property
     def digest(self) -> str:
-        """sha256 over what decides the picture and its cost:
-
-        not words for people, nor figures of any kind.
-        """
+        """sha256 over what decides the picture and its cost: neither words for people nor figures."""
         words: Any = {"description": True, "measured": True, "reference": True, "device": {"name": True}}
-        words |= {"cache": True, "prompt_cache_mib": True}
+        words |= {"cache": True, "prompt_cache_mib": True, "rank_timeout_seconds": True}
         content = self.model_dump(mode="json", exclude=words)
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

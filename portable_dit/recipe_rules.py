@@ -16,8 +16,6 @@ from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload, matches
 from portable_dit.recipe import Recipe
 from portable_dit.request import size_problem
 
-EXECUTORS = ("inline", "mp")  # what a plan can be made for: this process, or one per device of this host
-
 
 @dataclass(frozen=True)
 class Note:
@@ -40,28 +38,31 @@ class Findings:
 
 
 def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, found: Findings) -> None:
-    """The backend is the machine's, there are enough devices, and something can start on all of them."""
+    """The backend is the machine's, and there are enough devices."""
     asked, device = recipe.device, capabilities.device
     if asked.backend not in (None, "auto", device.backend):
         found.problems.append(
             f"device.backend={asked.backend}: {device.name} belongs to backend {device.backend}. "
             f"Say device.backend={device.backend}, or leave it out."
         )
-    if asked.count > capabilities.count:
+    count = asked.count or layout.world
+    if count > capabilities.count and recipe.executor != "ray":
         found.problems.append(
-            f"device.count={asked.count}: this machine has {capabilities.count} x {device.name}. "
-            f"Say device.count={capabilities.count} or less."
+            f"device.count={count}: this machine has {capabilities.count} x {device.name}. "
+            f"Say device.count={capabilities.count} or less, or executor=ray to use several machines."
         )
-    if recipe.executor not in EXECUTORS:
-        found.problems.append(
-            f"executor={recipe.executor}: not in this version, which plans for one host. "
-            f"Say executor={' or '.join(EXECUTORS)}."
-        )
-    elif recipe.executor == "inline" and layout.world > 1:
+
+
+def choose_executor(recipe: Recipe, layout: Layout, found: Findings) -> str:
+    """What starts the processes of the layout."""
+    if recipe.executor == "auto":
+        return "inline" if layout.world == 1 else "mp"
+    if recipe.executor == "inline" and layout.world > 1:
         found.problems.append(
             f"executor=inline: one process drives one device, the layout needs {layout.world}. "
-            "Say executor=mp."
+            "Say executor=mp, or auto."
         )
+    return recipe.executor
 
 
 def check_workload(workload: Workload, spec: ModelSpec, found: Findings) -> None:
@@ -112,7 +113,12 @@ def choose_dtypes(
     full = [name for name in spec.float32_components if dtype != "float32"]
     if full:
         found.note("precision", f"{', '.join(full)} stays in float32, as its checkpoint is")
-    return {name: "float32" if name in spec.float32_components else dtype for name in COMPONENTS}
+    chosen = {name: "float32" if name in spec.float32_components else dtype for name in COMPONENTS}
+    for name, wishes in spec.own_dtypes.items() if dtype != "float32" else ():
+        chosen[name] = next((wish for wish in wishes if wish in capabilities.dtypes), "float32")
+        if chosen[name] != dtype:
+            found.note("precision", f"{name} computes in {chosen[name]}, as its checkpoint is meant to")
+    return chosen
 
 
 def check_keep(keep: Sequence[str], spec: ModelSpec, found: Findings) -> None:
@@ -126,11 +132,35 @@ def check_keep(keep: Sequence[str], spec: ModelSpec, found: Findings) -> None:
             )
 
 
+def choose_tiling(recipe: Recipe, spec: ModelSpec, layout: Layout, found: Findings) -> bool:
+    """Whether the VAE decodes in tiles."""
+    asked = recipe.vae_tiling
+    if spec.tiling == "always":
+        if asked is False:
+            found.problems.append(
+                f"vae_tiling=false: {spec.id} was trained on tiles and draws worse without. Leave it out."
+            )
+        return True
+    if asked is True:
+        text = "vae_tiling: this model was trained on whole pictures, so borders of tiles may show faintly"
+        found.note("tiling", text)
+    elif layout.vae_tiles > 1:
+        found.problems.append(
+            f"layout.vae_tiles={layout.vae_tiles}: {spec.id} decodes pictures whole, which is one tile. "
+            "Say vae_tiling=true, or layout.vae_tiles=1."
+        )
+    return asked is True
+
+
 def check_offload(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings) -> Offload:
     offload = Offload(**recipe.offload.model_dump())
     resident = offload.resident_blocks
-    if offload.vae == "layerwise":
-        found.problems.append("offload.vae=layerwise: the VAE has no blocks to bring in turn. Say component.")
+    for name in COMPONENTS:
+        if offload.of(name) == "layerwise" and name not in spec.streamed:
+            what = {"vae": "VAE", "dit": "DiT"}.get(name, "text encoder")
+            found.problems.append(
+                f"offload.{name}=layerwise: the {what} has no blocks to bring in turn. Say component."
+            )
     if resident and offload.dit != "layerwise":
         found.problems.append(
             f"offload.resident_blocks={resident}: only offload.dit=layerwise has blocks that stay. "
@@ -153,16 +183,20 @@ def check_offload(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, f
 
 
 def choose_graphs(
-    recipe: Recipe, offload: Offload, capabilities: Capabilities, found: Findings
+    recipe: Recipe, layout: Layout, offload: Offload, capabilities: Capabilities, found: Findings
 ) -> dict[str, bool]:
     """Whether the calls of the DiT and of the VAE are captured.
 
-    A captured call reads fixed addresses, so what it reads must not be moved by offload.
+    A captured call reads fixed addresses, so what it reads must not be moved by offload. Where blocks hold
+    exchanges between devices, those are captured too.
     """
     limits, graphs = capabilities.graphs, {}
+    exchanges = layout.tensor * layout.ulysses * layout.ring * layout.expert > 1
     for name, asked in (("dit", recipe.graphs.dit), ("vae", recipe.graphs.vae)):
         moved = offload.of(name) != "none"
-        graphs[name] = limits.supported and not moved and (limits.default_on if asked == "auto" else asked)
+        apart = name == "dit" and exchanges and not limits.collectives
+        usable = limits.supported and not moved and not apart
+        graphs[name] = usable and (limits.default_on if asked == "auto" else asked)
         if asked is True and not limits.supported:
             found.problems.append(
                 f"graphs.{name}=true: backend {capabilities.device.backend} captures no graphs on "
@@ -172,6 +206,11 @@ def choose_graphs(
             found.problems.append(
                 f"graphs.{name}=true: captured graphs need weights that stay where they are, and "
                 f"offload.{name} is {offload.of(name)}. Say offload.{name}=none, or graphs.{name}=auto."
+            )
+        elif asked is True and apart:
+            found.problems.append(
+                f"graphs.{name}=true: {capabilities.device.name} captures no exchanges between devices, and "
+                "this layout has them inside the blocks. Say graphs.dit=auto."
             )
     if any(graphs.values()) and limits.failure_is_fatal:
         found.note("graphs", "graphs: a failed capture ends the process on this device")

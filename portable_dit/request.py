@@ -21,7 +21,8 @@ from portable_dit.errors import ImageError, RequestError, near
 from portable_dit.image import FORMATS, Pixels, ReadImage, check_size, read_image, resize
 
 if TYPE_CHECKING:
-    from portable_dit.models.spec import ModelSpec, SizeRules, Tier
+    from portable_dit.models.sizes import SizeRules, Tier
+    from portable_dit.models.spec import ModelSpec
 
 MAX_IMAGES = 128
 MAX_SEED = 2**63 - 1
@@ -39,8 +40,10 @@ class Request:
     aspect_ratio: "16:9", at the model's default area, or at that of `resolution`, "1K", "2K" or "4K"; not
     together with size. resolution alone keeps the ratio of the first reference, else that of the default.
     seed: of the first image; image k uses seed + k. references: paths, file bytes or uint8 RGB [H, W, 3], in
-    the order that prompts call them. format: png, jpeg or webp encodes the files while the next image is
-    drawn; None leaves that to `save`.
+    the order that prompts call them. guidance_rescale: 0 to 1, how much of guidance's widening of the
+    picture's contrast is taken back. use_system_prompt: the name of one that comes with the checkpoint;
+    system_prompt: one of your own, not together with it. format: png, jpeg or webp encodes the files while
+    the next image is drawn; None leaves that to `save`.
     """
 
     prompt: str
@@ -50,9 +53,12 @@ class Request:
     resolution: str | None = None
     steps: int | None = None
     guidance_scale: float | None = None
+    guidance_rescale: float = 0.0
     seed: int = 0
     images: int = 1
     references: Sequence[ReferenceSource] = ()
+    use_system_prompt: str | None = None
+    system_prompt: str | None = None
     format: str | None = None
 
 
@@ -84,9 +90,11 @@ class ResolvedRequest:
     output_size: tuple[int, int]
     steps: int
     guidance_scale: float | None
+    guidance_rescale: float
     seed: int
     images: int
     references: tuple[Reference, ...]
+    system_prompt: str | None
     format: str | None
     notes: tuple[str, ...]
 
@@ -101,6 +109,7 @@ def validate_request(request: Request, spec: ModelSpec) -> ResolvedRequest:
     """The request with the model's defaults filled in. Raises RequestError that lists every problem."""
     problems = _prompt_problems(request.prompt, spec)
     problems += _number_problems(request, spec)
+    problems += _system_problems(request, spec)
     images, notes = _read_references(request.references, spec, problems)
     width, height = output = _output_size(request, spec, images, problems, notes)
     tier = None if problems else _tier(request, spec.sizes, problems)
@@ -110,17 +119,22 @@ def validate_request(request: Request, spec: ModelSpec) -> ResolvedRequest:
         width, height = spec.sizes.enlarged(width, height)
     if problems:
         raise RequestError(_listed(problems))
+    references = tuple(_sized(name, pixels, spec, (width, height)) for name, pixels in images)
+    if references and (problem := spec.prompt_problem(request.prompt, [r.size for r in references])):
+        raise RequestError(problem)
     guidance = request.guidance_scale if spec.has_guidance else None
     return ResolvedRequest(
         prompt=request.prompt,
         width=width,
         height=height,
         output_size=output,
-        steps=int(request.steps or (spec.steps[0] if spec.steps else 50)),
+        steps=int(request.steps or (spec.steps[0] if spec.steps else spec.default_steps)),
         guidance_scale=spec.default_guidance if guidance is None else float(guidance),
+        guidance_rescale=float(request.guidance_rescale),
         seed=int(request.seed),
         images=int(request.images),
-        references=tuple(_sized(name, pixels, spec, (width, height)) for name, pixels in images),
+        references=references,
+        system_prompt=_system_prompt(request, spec),
         format=request.format,
         notes=tuple(notes),
     )
@@ -142,6 +156,8 @@ def size_problem(width: int, height: int, rules: SizeRules) -> str | None:
             broken.append(f"{width * height:,} pixels are over this model's {rules.max_pixels:,}")
         if max(width, height) > rules.max_ratio * min(width, height):
             broken.append(f"the sides may differ by {rules.max_ratio:g}:1 at most")
+    if not broken and rules.canvases and (width, height) not in rules.canvases:
+        broken.append(f"this model draws {len(rules.canvases)} sizes and this is none of them")
     if not broken:
         return None
     nearest = rules.nearest(width, height)
@@ -176,7 +192,35 @@ def _prompt_problems(prompt: str, spec: ModelSpec) -> list[str]:
         ]
     if "\0" in prompt or any("\ud800" <= letter <= "\udfff" for letter in prompt):
         return ["prompt: holds NUL or bytes that are not UTF-8 text. Save it as UTF-8."]
+    problem = spec.prompt_problem(prompt, ())
+    return [problem] if problem else []
+
+
+def _system_problems(request: Request, spec: ModelSpec) -> list[str]:
+    """Problems of the system prompt, of the request's own or the checkpoint's."""
+    name, text, known = request.use_system_prompt, request.system_prompt, spec.system_prompts
+    given = "use_system_prompt" if text is None else "system_prompt"
+    if name is None and text is None:
+        return []
+    if known is None:
+        return [f"{given}: {spec.id} takes no system prompt. Leave it out."]
+    if name is not None and text is not None:
+        return ["use_system_prompt and system_prompt: both were given. Leave one out."]
+    if name is not None and name not in known:
+        have = near(str(name), list(known)) if known else " The checkpoint brings none; say system_prompt."
+        return [f"use_system_prompt={name}: not one of the checkpoint's.{have}"]
+    if text is not None and (not isinstance(text, str) or "\0" in text):
+        return ["system_prompt: text without NUL is needed."]
     return []
+
+
+def _system_prompt(request: Request, spec: ModelSpec) -> str | None:
+    """The text, without the space around it, which no publisher's pipeline keeps; None = none."""
+    named = (
+        None if request.use_system_prompt is None else (spec.system_prompts or {})[request.use_system_prompt]
+    )
+    text = named if request.system_prompt is None else request.system_prompt
+    return (text or "").strip() or None
 
 
 def _number_problems(request: Request, spec: ModelSpec) -> list[str]:
@@ -186,6 +230,7 @@ def _number_problems(request: Request, spec: ModelSpec) -> list[str]:
         problems += _steps_problems(request.steps, spec)
     if request.guidance_scale is not None:
         problems += _guidance_problems(request.guidance_scale, spec)
+    problems += _rescale_problems(request, spec)
     if not _whole(request.images) or not 1 <= request.images <= MAX_IMAGES:
         problems.append(
             f"images={request.images}: 1 to {MAX_IMAGES} in one request. Make several requests for more."
@@ -214,6 +259,20 @@ def _guidance_problems(scale: float, spec: ModelSpec) -> list[str]:
     if not number or not 0 <= scale <= MAX_GUIDANCE:
         return [
             f"guidance_scale={scale}: a number from 0 to {MAX_GUIDANCE:g}. Leave it out for the model's own."
+        ]
+    return []
+
+
+def _rescale_problems(request: Request, spec: ModelSpec) -> list[str]:
+    """Problems of a wish to take guidance back, which needs guidance of two branches."""
+    amount, scale = request.guidance_rescale, request.guidance_scale
+    if not (isinstance(amount, Real) and not isinstance(amount, bool) and 0 <= amount <= 1):
+        return [f"guidance_rescale={amount}: a number from 0 to 1. Leave it out for none."]
+    scale = spec.default_guidance if scale is None else scale
+    if amount and not (isinstance(scale, Real) and spec.branches(float(scale)) > 1):
+        return [
+            f"guidance_rescale={amount}: takes back what guidance of two branches widens, and this request "
+            "has none. Leave it out, or say a guidance_scale above 1 where the model has branches."
         ]
     return []
 

@@ -29,9 +29,10 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-# Unsigned view and the bits that are all ones in exactly the values that are not finite (E4M3 has NaN only).
+# Unsigned view, and the bits, sign aside, from which on a value is infinite or NaN (E4M3 has NaN only). Of
+# float64 those from which on it is so as float32, since no module holds more: halfway behind the largest.
 NOT_FINITE = {
-    "F64": (np.uint64, 0x7FF0000000000000),
+    "F64": (np.uint64, 0x47EFFFFFF0000000),
     "F32": (np.uint32, 0x7F800000),
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
@@ -72,7 +73,7 @@ class StoredTensor:
         return bytes(self.mapped[self.start : self.stop])
 
     def is_finite(self, first: int = 0, last: int | None = None) -> bool:
-        """Whether no value is NaN or infinite; reads it once and lets other threads run.
+        """Whether no value is NaN or infinite, or float64 beyond float32. Read once, beside other threads.
 
         first, last: byte offsets of a piece, multiples of eight; the whole tensor when left out.
         """
@@ -81,10 +82,11 @@ class StoredTensor:
         if self.dtype not in NOT_FINITE:
             raw[:: mmap.PAGESIZE].max(initial=0)  # brings the pages in, which is what a reader ahead is for
             return True
-        kind, bits = NOT_FINITE[self.dtype]
+        kind, least = NOT_FINITE[self.dtype]
+        unsigned = kind((1 << 8 * kind().itemsize - 1) - 1)
         for place in range(0, raw.size, CHUNK_BYTES):
             values = raw[place : place + CHUNK_BYTES].view(kind)
-            if ((values & kind(bits)) == kind(bits)).any():
+            if ((values & unsigned) >= kind(least)).any():
                 return False
         return True
 

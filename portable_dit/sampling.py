@@ -73,17 +73,21 @@ def denoise(
     on_step: Callable[[int, Tensor], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
     run: BlockRunner | None = None,
+    combine: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Noise float32 [B, C, h, w] -> clean latents of the same shape.
 
     on_step: told the number of steps done and the latents after each. cancelled: asked before each step; when
     it says yes, CancelledError is raised and nothing of the request is kept. run: how the blocks are called;
-    None = `run_blocks`.
+    None = `run_blocks`. combine: how the velocities of the guidance branches [branches, C, h, w] become one;
+    None = there is one branch.
     """
     for step, time in enumerate(schedule.times):
         if cancelled is not None and cancelled():
             raise CancelledError(f"cancelled after {step} of {schedule.steps} steps.")
         velocity = predict(denoiser, latents, step, run or run_blocks)
+        if combine is not None:
+            velocity = combine(velocity)
         latents = euler_step(
             latents,
             velocity,
@@ -94,6 +98,23 @@ def denoise(
         if on_step is not None:
             on_step(step + 1, latents)
     return latents
+
+
+def guided(velocities: Tensor, scale: float, rescale: float = 0.0) -> Tensor:
+    """Classifier-free guidance: float32 velocities of both branches, conditional first, -> [1, C, h, w].
+
+    velocities: [2, C, h, w], or [1, C, h, w] where one branch was evaluated, which is then the result.
+    rescale: 0 to 1, how far the result is brought back to the spread of the conditional velocity, which large
+    scales widen. Sources: Ho & Salimans 2022 (arXiv 2207.12598), in the form that extrapolates from the
+    unconditional one; Lin et al. 2023 (arXiv 2305.08891), section 3.4.
+    """
+    if velocities.shape[0] == 1:
+        return velocities
+    conditional, unconditional = velocities.chunk(2)
+    out = unconditional + scale * (conditional - unconditional)
+    if rescale:
+        out = out * (rescale * conditional.std() / out.std() + (1.0 - rescale))
+    return out
 
 
 def run_blocks(blocks: Sequence[Callable[..., Tensor]], hidden: Tensor, arguments: tuple[Any, ...]) -> Tensor:

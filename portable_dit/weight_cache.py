@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -89,30 +89,37 @@ def fingerprint(stored: Mapping[str, StoredTensor]) -> str:
 class CachedWeights:
     """The cache entry of one component in one format: read when it is there, written while loading if not.
 
-    tensors: the cached values by parameter name, empty when there was no entry. A context: the entry is
-    kept when it ends well.
+    part: which of a layout's parts it is. keep: whether this process writes it; of several that hold the same
+    part, one does. agree: whether all processes have found theirs, since they read together or encode
+    together. tensors: the cached values by parameter name, empty when there was no entry. A context: the
+    entry is kept when it ends well.
     """
 
-    def __init__(self, module: nn.Module, stored: Mapping[str, StoredTensor], *, title: str) -> None:
-        from portable_dit.quantize import QuantizedLinear
+    def __init__(
+        self,
+        module: nn.Module,
+        stored: Mapping[str, StoredTensor],
+        *,
+        title: str,
+        part: str = "",
+        keep: bool = True,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        from portable_dit.quantize import quantized_weights
 
-        layers = {
-            f"{path}.weight": layer
-            for path, layer in module.named_modules()
-            if isinstance(layer, QuantizedLinear)
-        }
+        layers = {name: layer for name, (layer, _) in quantized_weights(module).items()}
         self._format: Format = next(iter(layers.values())).kernel.format
         shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
-        key = json.dumps([VERSION, fingerprint(stored), self._format.name, sorted(shapes)])
+        key = json.dumps([VERSION, fingerprint(stored), self._format.name, sorted(shapes), part])
         self.path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
         self.tensors: Mapping[str, StoredTensor] = {}
         self._scales: Mapping[str, StoredTensor] = {}
         self._writer: TensorFileWriter | None = None
         found = self._found()
-        if found:
+        if agree(bool(found)):
             self.tensors = {name: found[name] for name in shapes}
             self._scales = {name: found[f"{name}_scales"] for name in shapes}
-        else:
+        elif keep:
             self._writer = self._start(shapes, title)
 
     @property

@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from portable_dit.errors import WeightsError
 from portable_dit.manifest import MANIFEST, file_problem, read_manifest
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
     from portable_dit.formats import Encoded, Format
     from portable_dit.models.spec import TensorSource
-    from portable_dit.quantize import QuantizedLinear
+    from portable_dit.shares import Run, Share
+    from portable_dit.slots import Target
     from portable_dit.weight_cache import CachedWeights
 
+HOST = "cpu"  # what torch calls the host's memory, where files are mapped
 SCALE_SUFFIX = "_scale"
 READERS = 4
 READ_AHEAD_BYTES = 40 << 20  # waits in memory, or the one next tensor if that is larger
@@ -60,13 +63,20 @@ class Checkpoint:
                 raise WeightsError(listed(f"{root}: not the files that its {MANIFEST} describes.", problems))
         return cls(root)
 
-    def tensors(self, component: str | Path) -> Mapping[str, StoredTensor]:
-        """All tensors of a component's folder or file by name.
+    def tensors(self, *places: str | Path) -> Mapping[str, StoredTensor]:
+        """All tensors of a component's folders and files by name.
 
-        component: relative to the checkpoint, or a path of its own. Raises WeightsError for missing or
-        damaged files.
+        places: relative to the checkpoint, or paths of their own. Raises WeightsError for missing or damaged
+        files, and for a name that stands in two places.
         """
-        return stored_tensors(self.folder / component)
+        found: dict[str, StoredTensor] = {}
+        for place in places:
+            more = stored_tensors(self.folder / place)
+            twice = [name for name in more if name in found]
+            if twice:
+                raise WeightsError(listed(f"{self.folder / place}: tensors that {places[0]} has too:", twice))
+            found |= more
+        return found
 
 
 def marker_texts(stored: Mapping[str, StoredTensor]) -> dict[str, bytes]:
@@ -86,20 +96,23 @@ def load_component(
     device: Callable[[str], str],
     unused: Collection[str] = (),
     title: str = "weights",
-    share: Callable[[str, Tensor], Tensor] | None = None,
+    shares: Mapping[str, Share] | None = None,
     cache: CachedWeights | None = None,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Fills parameters, persistent buffers and quantised layers of a meta module; gives the bytes read.
 
     sources: for each name of the module, what it is made of. device: where each name goes. unused: stored
-    names without a use. share: this rank's part of each whole tensor, None = all of it. cache: where encoded
-    weights are taken from, or put. on_bytes: told the bytes that were placed and how many there are.
-    The module's parameters say the target dtype and shape. An 8-bit weight with a `_scale` beside it is
+    names without a use. shares: the parameters of which this rank holds a part, which alone is read. cache:
+    where encoded weights are taken from, or put. on_bytes: told the bytes that were placed and how many there
+    are. The module's parameters say the target dtype and shape. An 8-bit weight with a `_scale` beside it is
     expanded to float32 first, the master from which every precision is made.
     """
-    targets = _targets(module)
-    made = {name: _Made(name, stored, source, share) for name, source in sources.items()}
+    from portable_dit.slots import ExpertSlot, QuantizedSlot, Slot, placed, targets_of
+
+    targets = targets_of(module)
+    shares = shares or {}
+    made = {name: Made(name, stored, source, shares.get(name)) for name, source in sources.items()}
     _compare(made, targets, stored, unused, title)
     cached = cache.tensors if cache is not None else {}
     expected = sum(cached[name].nbytes if name in cached else made[name].nbytes for name in targets)
@@ -107,16 +120,16 @@ def load_component(
     for name in [name for name in targets if name in cached]:
         target = targets.pop(name)
         assert cache is not None
-        assert isinstance(target, _QuantizedSlot)
-        target.layer.accept_encoded(_on(cache.read(name), device(name)))
+        assert isinstance(target, QuantizedSlot)
+        target.put(placed(cache.read(name), device(name)))
         cached[name].release()
         done += cached[name].nbytes
         on_bytes(done, expected)
     for source in _read_ahead([made[name] for name in targets]):
         target = targets[source.name]
         place = device(source.name)
-        if isinstance(target, _Slot):
-            tensor = source.read(target.shape)
+        if isinstance(target, Slot | ExpertSlot):
+            tensor = source.read(target.shape, place)
             target.fill(tensor.to(device=place, dtype=target.dtype, copy=True))
             del tensor
         else:
@@ -130,127 +143,71 @@ def load_component(
     return done
 
 
-def fill_random(module: nn.Module, *, device: Callable[[str], str], seed: int = 0) -> None:
+def fill_random(
+    module: nn.Module,
+    *,
+    device: Callable[[str], str],
+    shares: Mapping[str, Share] | None = None,
+    seed: int = 0,
+) -> None:
     """Right shapes without meaning, for trying a layout before the weights are there.
 
-    Matrices are normal with variance 1 / K, so activations keep their scale; vectors are ones or zeros. Drawn
-    on each device by its own generator, so other devices get other numbers: nothing depends on them.
+    Matrices are normal with variance 1 / K, so activations keep their scale; vectors are ones or zeros. Each
+    is drawn whole, from its name, on its device, so that all layouts of a machine draw the same picture.
     """
     import torch
 
-    generators: dict[str, torch.Generator] = {}
-    for name, target in _targets(module).items():
-        place, shape, dtype = device(name), target.shape, target.dtype
-        if place not in generators:
-            generators[place] = torch.Generator(place).manual_seed(seed)
+    from portable_dit.slots import ExpertSlot, Slot, targets_of
+
+    for name, target in targets_of(module).items():
+        place, shape, dtype = device(name), list(target.shape), target.dtype
+        share = (shares or {}).get(name)
+        if share is not None:
+            shape[share.dim] = share.whole
         if len(shape) > 1 and dtype.is_floating_point:
+            generator = torch.Generator(place).manual_seed(seed + crc32(name.encode()))
             tensor = torch.empty(shape, dtype=torch.float32, device=place)
-            tensor.normal_(0.0, shape[-1] ** -0.5, generator=generators[place])
+            tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
         else:
             tensor = torch.full(shape, float(not name.endswith("bias")), device=place)
-        if isinstance(target, _Slot):
-            target.fill(tensor.to(dtype))
+        if share is not None:
+            tensor = share.cut(tensor)
+        if isinstance(target, Slot | ExpertSlot):
+            target.fill(tensor.to(dtype, copy=share is not None))
         else:
-            target.accept_weight(tensor)
+            target.accept_weight(tensor, agree=None if share is None else share.agree)
 
 
 @dataclass(frozen=True, eq=False)
-class _Slot:
-    """A parameter or buffer of a module that waits for its tensor."""
-
-    owner: nn.Module
-    leaf: str
-    meta: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.meta.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.meta.dtype
-
-    def fill(self, tensor: Tensor) -> None:
-        from torch import nn
-
-        is_parameter = isinstance(self.meta, nn.Parameter)
-        setattr(self.owner, self.leaf, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
-
-
-@dataclass(frozen=True, eq=False)
-class _QuantizedSlot:
-    """The weight of a quantised layer, which the layer encodes as it comes."""
-
-    layer: QuantizedLinear
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.layer.out_features, self.layer.in_features
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layer.dtype
-
-    def accept_weight(self, weight: Tensor) -> None:
-        self.layer.accept_weight(weight)
-
-    def accept(self, source: _Made, place: str) -> Encoded:
-        """Takes the weight to the place, encoded there unless it is stored so; gives what was taken."""
-        from portable_dit.formats import encode
-
-        form = self.layer.kernel.format
-        encoded = source.encoded(form)
-        if encoded is None:
-            weight = source.read(self.shape).to(device=place, copy=True)
-            encoded = encode(weight, form.name)
-            del weight
-        else:
-            encoded = _on(encoded, place)
-        self.layer.accept_encoded(encoded)
-        return encoded
-
-
-def _on(encoded: Encoded, place: str) -> Encoded:
-    """An encoded weight in memory of its own at the place."""
-    from portable_dit.formats import Encoded
-
-    scales = None if encoded.scales is None else encoded.scales.to(device=place, copy=True)
-    return Encoded(encoded.format, encoded.values.to(device=place, copy=True), scales)
-
-
-def _targets(module: nn.Module) -> dict[str, _Slot | _QuantizedSlot]:
-    from portable_dit.quantize import QuantizedLinear
-
-    targets: dict[str, _Slot | _QuantizedSlot] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        path, _, leaf = name.rpartition(".")
-        targets[name] = _Slot(module.get_submodule(path), leaf, tensor)
-    for path, layer in module.named_modules():
-        if isinstance(layer, QuantizedLinear):
-            targets[f"{path}.weight"] = _QuantizedSlot(layer)
-    return targets
-
-
-@dataclass(frozen=True, eq=False)
-class _Made:
-    """One parameter of the module and the stored tensors that it is made of."""
+class Made:
+    """One parameter of the module and the stored tensors that it is made of; share: the part that is held."""
 
     name: str
     stored: Mapping[str, StoredTensor]
     source: TensorSource
-    share: Callable[[str, Tensor], Tensor] | None = None
+    share: Share | None = None
 
     @property
     def parts(self) -> list[StoredTensor]:
         return [self.stored[name] for name in self.source.names]
 
+    @cached_property
+    def runs(self) -> tuple[Run, ...] | None:
+        """What of the stored tensors makes the share; None when all of them are needed."""
+        from portable_dit.shares import runs_of
+
+        return None if self.share is None else runs_of(self.source, self.parts, self.share)
+
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.runs or self.parts)
 
     def pieces(self) -> list[Callable[[], bool]]:
         """Calls that read a piece of the stored tensors each, and say whether it is finite."""
         scales = [scale for name in self.source.names if (scale := _scale_of(name, self.stored))]
+        if self.runs is not None:
+            found = [partial(_is_finite, piece) for run in self.runs for piece in run.pieces(PIECE_BYTES)]
+            return [*found, *(partial(scale.is_finite, 0, None) for scale in scales)]
         return [
             partial(part.is_finite, first, first + PIECE_BYTES)
             for part in (*self.parts, *scales)
@@ -260,14 +217,25 @@ class _Made:
     def is_finite(self) -> bool:
         return all(piece() for piece in self.pieces())
 
-    def read(self, shape: tuple[int, ...]) -> Tensor:
-        """The tensor on the host: float32 where it had to be expanded, else often a view of the file."""
+    def read(self, shape: tuple[int, ...], place: str = HOST) -> Tensor:
+        """The tensor: float32 where it had to be expanded, else often a view of the file.
+
+        It is at the place already where making it only puts rows in order, which a device does faster; else
+        on the host.
+        """
+        import torch
+
+        place = place if self.source.by_rows else HOST
         try:
-            tensor: Tensor = self.source.make(*(_expanded(name, self.stored) for name in self.source.names))
+            if self.runs is not None:
+                cut = [_expanded(run.part.name, self.stored, run).to(place) for run in self.runs]
+                tensor: Tensor = cut[0] if len(cut) == 1 else torch.cat(cut)
+            else:
+                stored = (_expanded(name, self.stored).to(place) for name in self.source.names)
+                tensor = self.source.make(*stored)
+                tensor = tensor if self.share is None else self.share.cut(tensor)
         except RuntimeError as error:
             raise WeightsError(f"{self.name}: cannot be made of {self.describe()} ({error}).") from error
-        if self.share is not None:
-            tensor = self.share(self.name, tensor)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"{self.name}: {self.describe()} stored, {list(shape)} expected.")
         return tensor
@@ -280,7 +248,7 @@ class _Made:
 
         scales = [_scale_of(name, self.stored) for name in self.source.names]
         rows = [part.shape[0] if part.shape else 0 for part in self.parts]
-        if self.share is not None or not self.source.by_rows or form.scales is not torch.float32:
+        if not self.source.by_rows or form.scales is not torch.float32:
             return None
         if form.block[1] != WHOLE or any(_torch_dtype(part.dtype) is not form.values for part in self.parts):
             return None
@@ -291,15 +259,21 @@ class _Made:
         ]
         if len(spread) != len(rows):
             return None
-        values = self.source.make(*(as_tensor(part) for part in self.parts))
-        each = self.source.make(*spread).contiguous()  # [N, 1]
         if form.block[0] == WHOLE:
-            if bool((each != each[0]).any()):
+            if any(bool((each != spread[0][0]).any()) for each in spread):
                 return None
-            each = each[:1]
         elif form.block[0] != 1:
             return None
-        return Encoded(form, values, each)
+        if self.share is None:
+            values = self.source.make(*(as_tensor(part) for part in self.parts))
+            each = self.source.make(*spread).contiguous()  # [N, 1]
+        elif self.runs is not None:
+            scale_of = {part.name: scale for part, scale in zip(self.parts, spread, strict=True)}
+            values = torch.cat([run.of(as_tensor(run.part)) for run in self.runs])
+            each = torch.cat([run.of(scale_of[run.part.name]) for run in self.runs])
+        else:
+            return None
+        return Encoded(form, values, each[:1].contiguous() if form.block[0] == WHOLE else each)
 
     def on_meta(self) -> Tensor | None:
         """The shape and dtype that `read` will give; None when that depends on the values."""
@@ -312,7 +286,7 @@ class _Made:
             inputs.append(torch.empty(part.shape, dtype=dtype, device="meta"))
         try:
             tensor: Tensor = self.source.make(*inputs)
-            return tensor if self.share is None else self.share(self.name, tensor)
+            return tensor if self.share is None else self.share.cut(tensor)
         except RuntimeError:
             return None
 
@@ -329,14 +303,23 @@ def _scale_of(name: str, stored: Mapping[str, StoredTensor]) -> StoredTensor | N
     return stored.get(name + SCALE_SUFFIX) if stored[name].dtype in ("I8", "F8_E4M3", "F8_E5M2") else None
 
 
-def _expanded(name: str, stored: Mapping[str, StoredTensor]) -> Tensor:
-    """A stored tensor as it is, or values times scales in float32."""
+def _expanded(name: str, stored: Mapping[str, StoredTensor], run: Run | None = None) -> Tensor:
+    """A stored tensor, or a run of it, as it is, or values times scales in float32."""
     values, scale = as_tensor(stored[name]), _scale_of(name, stored)
+    cut = values if run is None else run.of(values)
     if scale is None:
-        return values.float() if stored[name].dtype.startswith("F8") else values
-    return values.float() * as_tensor(scale).float().reshape(
-        -1, *[1] * (values.dim() - 1)
-    )  # [N, 1] or [1, 1]
+        return cut.float() if stored[name].dtype.startswith("F8") else cut
+    each = as_tensor(scale).float().reshape(-1, *[1] * (values.dim() - 1))  # [N, 1] or [1, 1]
+    if run is not None and len(each) > 1:
+        each = run.of(each)
+    return cut.float() * each
+
+
+def _is_finite(run: Run) -> bool:
+    import torch
+
+    tensor = run.of(as_tensor(run.part))
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.float()).all())
 
 
 def as_tensor(stored: StoredTensor) -> Tensor:
@@ -378,8 +361,8 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def _compare(
-    made: Mapping[str, _Made],
-    targets: Mapping[str, _Slot | _QuantizedSlot],
+    made: Mapping[str, Made],
+    targets: Mapping[str, Target],
     stored: Mapping[str, StoredTensor],
     unused: Collection[str],
     title: str,
@@ -407,7 +390,7 @@ def _compare(
         )
 
 
-def _mismatch(made: _Made, target: _Slot | _QuantizedSlot, stored: Mapping[str, StoredTensor]) -> str | None:
+def _mismatch(made: Made, target: Target, stored: Mapping[str, StoredTensor]) -> str | None:
     for part in made.parts:
         scale, rows = _scale_of(part.name, stored), part.shape[:1]
         if scale is not None and scale.shape not in ((), (1,), rows, (*rows, 1)):
@@ -422,7 +405,7 @@ def _mismatch(made: _Made, target: _Slot | _QuantizedSlot, stored: Mapping[str, 
     return None
 
 
-def _read_ahead(sources: list[_Made]) -> Iterator[_Made]:
+def _read_ahead(sources: list[Made]) -> Iterator[Made]:
     """Sources in file order, each read and found finite by worker threads while earlier ones are placed."""
     order = sorted(sources, key=lambda made: (str(made.parts[0].path), made.parts[0].start))
     waiting: deque[list[Future[bool]]] = deque()
@@ -437,8 +420,10 @@ def _read_ahead(sources: list[_Made]) -> Iterator[_Made]:
             ahead_bytes -= source.nbytes
             if not all(finite):
                 bad = [source.name, *(later.name for later in order[place + 1 :] if not later.is_finite())]
+                what = "1 tensor holds" if len(bad) == 1 else f"{len(bad)} tensors hold"
+                what += " NaN or infinite values, or float64 beyond float32:"
                 raise WeightsError(
-                    listed(f"{source.parts[0].path}: {len(bad)} tensors hold NaN or infinite values:", bad)
+                    listed(f"{source.parts[0].path}: {what}", bad)
                     + "\nSuch weights draw noise. Download them again, or export them without overflow."
                 )
             yield source

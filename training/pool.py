@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from portable_dit.models.h3_image.packing import patchify
-from portable_dit.models.h3_image.tiling import tile_axis
 from portable_dit.models.h3_image.vae import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -31,9 +30,9 @@ from portable_dit.models.h3_image.vae import (
     Downsample,
     ImageVAE,
     ResBlock,
-    blend_tiles,
-    cut_tiles,
 )
+from portable_dit.models.tiling import tile_axis
+from portable_dit.tiles import blend_tiles, cut_tiles
 from training.capture import Captured, compiled
 from training.feed import Chunk, Feed
 from training.model import TEXT_ROWS, Batch

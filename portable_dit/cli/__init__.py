@@ -14,17 +14,20 @@ import typer
 from typer.core import TyperGroup
 
 from portable_dit import __version__
+from portable_dit.__main__ import INTERRUPTED
 from portable_dit.cli import recipes, weights
 from portable_dit.cli.backends import backends
 from portable_dit.cli.bench import bench
+from portable_dit.cli.conformance import conformance
 from portable_dit.cli.doctor import doctor
+from portable_dit.cli.evaluate import evaluate
 from portable_dit.cli.inspect import inspect
 from portable_dit.cli.plan import plan
 from portable_dit.cli.run import run
+from portable_dit.cli.serve import serve
 from portable_dit.cli.terminal import prepare_streams, tell
 from portable_dit.errors import PortableDitError
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
@@ -94,17 +97,20 @@ def options(
 
 
 app.command()(run)
+app.command()(serve)
 app.command()(plan)
 app.command()(inspect)
 app.command()(bench)
+app.command("eval")(evaluate)
 app.add_typer(weights.app, name="weights")
 app.command()(doctor)
 app.command()(backends)
+app.command()(conformance)
 app.add_typer(recipes.app, name="recipes")
 
 
 def main() -> None:
-    """The entry point of `portable-dit`."""
+    """The command line, for a process of its own."""
     prepare_streams()
     try:
         os.getcwd()

@@ -1,18 +1,23 @@
-"""`portable-dit bench`: medians per stage on this machine, after a warm-up."""
+"""`portable-dit bench`: medians per stage on this machine, or latency and throughput of a running server."""
 
 from __future__ import annotations
 
 import json as json_text
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from portable_dit import DEFAULT_RECIPE
 from portable_dit.cli.options import JsonFlag, RecipeWish, recipe_flags
+from portable_dit.errors import UserError
 
 if TYPE_CHECKING:
     from portable_dit.bench import BenchReport
+    from portable_dit.server.bench import Point, ServerReport
 
 
 @recipe_flags
@@ -27,9 +32,64 @@ def bench(
     size: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the picture in pixels.")] = None,
     requests: Annotated[int, typer.Option(min=1, max=10_000, help="How many requests are measured.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, max=100, help="How many are drawn before.")] = 1,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Measure a running server instead of this machine.")
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(metavar="1,2,4", help="With --server: requests at a time, one row each.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --server: prompts, one a line, in turn.")
+    ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --server: prices, for cost and revenue.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --server: write a plot as SVG.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Measure how long a picture takes."""
+    if server is not None:
+        _require_no_recipe(wish)
+        report = _bench_server(
+            server,
+            prompts=(prompt,) if prompts is None else _read_prompts(prompts),
+            references=tuple(Path(name).read_bytes() for name in image or ()),
+            size=size,
+            concurrency=_counts(concurrency or "1"),
+            requests=requests,
+            warmup=warmup,
+            prices=prices,
+            plot=plot,
+            quiet=json,
+        )
+        if json:
+            typer.echo(json_text.dumps(asdict(report)))
+        if not all(point.pictures for point in report.points):
+            raise typer.Exit(1)
+        return
+    for name, value in (
+        ("concurrency", concurrency),
+        ("prompts", prompts),
+        ("prices", prices),
+        ("plot", plot),
+    ):
+        if value is not None:
+            raise UserError(f"--{name}: measures a server. Say --server URL too, or leave it out.")
+    _bench_here(wish, prompt, image or (), size, requests=requests, warmup=warmup, json=json)
+
+
+def _bench_here(
+    wish: RecipeWish,
+    prompt: str,
+    image: Sequence[str],
+    size: str | None,
+    *,
+    requests: int,
+    warmup: int,
+    json: bool,
+) -> None:
     from portable_dit.catalog import read_spec
     from portable_dit.loading import resolve_request, set_up
     from portable_dit.request import Request, parse_size
@@ -40,7 +100,7 @@ def bench(
     request = Request(
         prompt,
         size=parse_size(size) if size else None,
-        references=tuple(image or ()),
+        references=tuple(image),
     )
     resolve_request(request, recipe, read_spec(recipe))
     from portable_dit.bench import bench as measure
@@ -68,3 +128,97 @@ def _print(report: BenchReport) -> None:
         typer.echo(f"peak memory {report.peak_bytes / 2**20:,.0f} MiB")
     for note in report.notes:
         typer.echo(f"note: {note}", err=True)
+
+
+def _bench_server(
+    url: str,
+    *,
+    prompts: tuple[str, ...],
+    references: tuple[bytes, ...],
+    size: str | None,
+    concurrency: Sequence[int],
+    requests: int,
+    warmup: int,
+    prices: Path | None,
+    plot: Path | None,
+    quiet: bool,
+) -> ServerReport:
+    """Measures, with a row on stdout as each number of clients is done, and writes the plot."""
+    from portable_dit.image import check_writable, write_atomically
+    from portable_dit.server.bench import Job, bench_server, read_prices
+    from portable_dit.server.client import Client
+    from portable_dit.server.plot import plot as draw
+
+    money = None if prices is None else read_prices(prices)
+    if plot is not None:
+        check_writable(plot)
+
+    def show(point: Point) -> None:
+        if not quiet:
+            typer.echo(_row(*(read(point) for _, read in SERVER_COLUMNS)))
+
+    if not quiet:
+        typer.echo(_row(*(name for name, _ in SERVER_COLUMNS)))
+    report = bench_server(
+        Client.of(url),
+        Job(prompts, references, size),
+        concurrency=concurrency,
+        requests=requests,
+        warmup=warmup,
+        prices=money,
+        on_point=show,
+    )
+    for error in report.errors:
+        typer.echo(f"note: {error}", err=True)
+    if plot is not None:
+        write_atomically(plot, draw(report).encode())
+    return report
+
+
+def _row(*cells: str) -> str:
+    return " ".join(f"{cell:>11}" for cell in cells)
+
+
+def _or_dash(value: float | None, format: str) -> str:
+    return "-" if value is None else f"{value:{format}}"
+
+
+SERVER_COLUMNS: tuple[tuple[str, Callable[[Point], str]], ...] = (
+    ("clients", lambda point: str(point.concurrency)),
+    ("pictures", lambda point: str(point.pictures)),
+    ("failures", lambda point: str(point.failures)),
+    ("p50 s", lambda point: _or_dash(point.p50, ".3f")),
+    ("p95 s", lambda point: _or_dash(point.p95, ".3f")),
+    ("p99 s", lambda point: _or_dash(point.p99, ".3f")),
+    ("per hour", lambda point: f"{point.pictures_per_hour:,.0f}"),
+    ("device day", lambda point: f"{point.pictures_per_device_day:,.0f}"),
+    ("joules", lambda point: _or_dash(point.joules_per_picture, ".1f")),
+    ("cost", lambda point: _or_dash(point.cost_per_picture, ".6f")),
+    ("revenue/h", lambda point: _or_dash(point.revenue_per_device_hour, ".2f")),
+)
+
+
+def _require_no_recipe(wish: RecipeWish) -> None:
+    if wish.overrides or wish.ref != DEFAULT_RECIPE:
+        raise UserError(
+            "--server: it has a recipe of its own. Leave --recipe and the flags that change it out."
+        )
+
+
+def _read_prompts(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--prompts {path}: cannot be read ({error}). Name a text file.") from error
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
+        raise UserError(f"--prompts {path}: holds no prompt. Put one on each line.")
+    return prompts
+
+
+def _counts(text: str) -> list[int]:
+    """ "1,2,4" as numbers. Raises UserError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= 1024 for part in parts):
+        raise UserError(f"--concurrency {text}: whole numbers from 1 to 1024 with commas, as in 1,2,4,8.")
+    return [int(part) for part in parts]

@@ -33,6 +33,9 @@ KEYS: dict[str, tuple[type, ...]] = {
     "resolution": (str,),
     "steps": (int,),
     "guidance_scale": (int, float),
+    "guidance_rescale": (int, float),
+    "use_system_prompt": (str,),
+    "system_prompt": (str,),
     "seed": (int,),
     "images": (int,),
     "references": (list,),
@@ -56,6 +59,9 @@ class Wishes:
     resolution: str | None
     steps: int | None
     guidance_scale: float | None
+    guidance_rescale: float
+    use_system_prompt: str | None
+    system_prompt: str | None
     seed: int
     images: int
     output: Path | None
@@ -84,6 +90,9 @@ def read_jobs(wishes: Wishes) -> tuple[Job, ...]:
         resolution=wishes.resolution,
         steps=wishes.steps,
         guidance_scale=wishes.guidance_scale,
+        guidance_rescale=wishes.guidance_rescale,
+        use_system_prompt=wishes.use_system_prompt,
+        system_prompt=None if wishes.system_prompt is None else read_prompt(wishes.system_prompt),
         seed=wishes.seed,
         images=wishes.images,
         references=wishes.references,
@@ -168,6 +177,8 @@ def _job_of_line(
     changes = {key: value for key, value in keys.items() if key not in ("output", "format", "size")}
     if "references" in changes:
         changes["references"] = tuple(changes["references"])
+    if "system_prompt" in keys or "use_system_prompt" in keys:
+        changes |= {key: keys.get(key) for key in ("system_prompt", "use_system_prompt")}
     if "size" in keys:
         changes |= {"size": parse_size(keys["size"])}
         changes |= {key: keys.get(key) for key in ("aspect_ratio", "resolution")}

@@ -90,6 +90,13 @@ FLAGS = (
         "Keep the DiT on the host and bring it block by block.",
         values=("layerwise",),
     ),
+    Flag(
+        "max_vram",
+        ("--max-vram",),
+        ("device.memory_gib",),
+        "GiB of each device to plan with and to hold to.",
+        float,
+    ),
     Flag("tensor_parallel_size", ("--tensor-parallel-size",), ("layout.tensor",), "Split every layer.", int),
     Flag(
         "ulysses_degree",

@@ -6,6 +6,7 @@ Exit code 0: it fits. 3: it does not. 2: the recipe is wrong.
 from __future__ import annotations
 
 import json as json_text
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from portable_dit.plan import Plan
 
 DOES_NOT_FIT = 3
+MOST_LAYOUTS = 16
 LEAST_WIDTH = 60  # some environments set COLUMNS to 0, at which nothing would be shown
 
 
@@ -30,6 +32,12 @@ def plan(
     image_count: Annotated[int, typer.Option(min=0, help="Reference images of the request.")] = 0,
     machine: Annotated[
         Path | None, typer.Option(help="Plan for the machine in this JSON file instead of this one.")
+    ] = None,
+    explain_scaling: Annotated[
+        bool, typer.Option("--explain-scaling", help="Rank the layouts of the machine by predicted time.")
+    ] = False,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="With --explain-scaling: how many devices; else all.")
     ] = None,
     strict: StrictFlag = False,
     json: JsonFlag = False,
@@ -43,11 +51,57 @@ def plan(
     workload = make_workload(spec, size, image_count)
     capabilities, kernels = find_machine(machine, recipe.device.backend)
     made = make_plan(recipe, spec, capabilities, kernels, workload, strict=strict)
+    if explain_scaling:
+        _explain_scaling(made, spec, capabilities, devices, json)
+        return
     if json:
         typer.echo(json_text.dumps(made.as_dict()))
     else:
         show(made)
     raise typer.Exit(0 if made.fits else DOES_NOT_FIT)
+
+
+def _explain_scaling(
+    plan: Plan, spec: ModelSpec, capabilities: Capabilities, devices: int | None, json: bool
+) -> None:
+    """The layouts of the machine, the quickest first, with the numbers and the request of a plan."""
+    from portable_dit.models.spec import COMPONENTS, Numbers
+    from portable_dit.scaling import rank_layouts, table
+
+    found = rank_layouts(
+        spec,
+        capabilities,
+        plan.workload,
+        numbers={name: Numbers(plan.dtype[name], plan.formats[name], plan.keep) for name in COMPONENTS},
+        offload=plan.offload,
+        steps=plan.steps,
+        branches=spec.branches(spec.default_guidance),
+        devices=devices,
+    )
+    if json:
+        typer.echo(json_text.dumps([asdict(prediction) for prediction in found]))
+        return
+    from rich.console import Console
+
+    console, rows = (
+        Console(),
+        _table(
+            "layout",
+            "step",
+            "exchanges",
+            "request",
+            "peak of a device",
+            "images/h",
+            "products + attention + between + exchanges, ms",
+        ),
+    )
+    console.width = max(console.width, LEAST_WIDTH)
+    for row in table(found, most=MOST_LAYOUTS):
+        rows.add_row(*row)
+    with console.capture() as told:
+        console.print(f"{plan.model} at {plan.workload.width}x{plan.workload.height} on {plan.device}")
+        console.print(rows)
+    typer.echo(told.get() + "Predicted from declared figures, not measured: docs/scaling.md.")
 
 
 def make_workload(spec: ModelSpec, size: str | None, image_count: int) -> Workload:
@@ -139,6 +193,8 @@ def _bytes_table(plan: Plan) -> Any:
     table.add_row("peak", "", "", _gib(sizes.peak), style="bold")
     if not sizes.shared:
         table.add_row("host", _gib(sizes.host), f"{_gib(sizes.pinned)} pinned", "")
+    for kind, sent in plan.traffic.items():
+        table.add_row("sent in a step", "", kind, f"{sent / 1e6:,.1f} MB")
     return table
 
 

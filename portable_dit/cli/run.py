@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from portable_dit.cli.options import JsonFlag, RecipeWish, StrictFlag, recipe_flags
-from portable_dit.errors import PortableDitError, RequestError, at_most
+from portable_dit.errors import OutputError, RequestError, at_most
 
 if TYPE_CHECKING:
     from portable_dit.cli.jobs import Job
@@ -68,6 +68,14 @@ def run(
     ] = None,
     num_inference_steps: Annotated[int | None, typer.Option(help="Denoise steps.")] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance.")] = None,
+    guidance_rescale: Annotated[
+        float, typer.Option(help="How much of guidance's added contrast to take back, 0 to 1.")
+    ] = 0.0,
+    use_system_prompt: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A system prompt of the checkpoint's, as in en_unified."),
+    ] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="One of your own; @FILE reads a file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first image; image k uses seed + k.")] = 0,
     num_images: Annotated[int, typer.Option("-n", "--num-images", help="Images per prompt.")] = 1,
     output: Annotated[
@@ -93,6 +101,9 @@ def run(
         resolution=resolution,
         steps=num_inference_steps,
         guidance_scale=guidance_scale,
+        guidance_rescale=guidance_rescale,
+        use_system_prompt=use_system_prompt,
+        system_prompt=system_prompt,
         seed=seed,
         images=num_images,
         output=output,
@@ -124,6 +135,9 @@ def _draw_all(
         engine = Engine.load(
             setup, on_component=bar.loading, on_bytes=bar.read
         )  # not closed: the process ends with it
+        for report in engine.reports if engine.leads else ():
+            read = f"{report.bytes_read / 1e6:,.1f} MB of weights in {report.seconds:.1f} s"
+            typer.echo(f"rank {report.rank}: {report.device}, {read}, process {report.process}", err=True)
         for item in work:
             fresh = item if item.ready else replace(item, request=resolve(item.job))
             _draw(engine, fresh, bar, json)
@@ -133,7 +147,7 @@ def _checked(jobs: tuple[Job, ...], resolve: Callable[[Job], ResolvedRequest]) -
     """All jobs with their requests resolved and their places tried, or one error that lists every problem."""
     taken: dict[str, str] = {}
     found = [_work_or_problem(job, resolve, taken, alone=len(jobs) == 1) for job in jobs]
-    problems = [item for item in found if isinstance(item, PortableDitError)]
+    problems = [item for item in found if isinstance(item, RequestError | OutputError)]
     if problems:
         raise type(problems[0])(at_most([str(problem) for problem in problems]))
     work = [item for item in found if isinstance(item, Work)]
@@ -160,7 +174,7 @@ def _stale_reference(job: Job, work: Work, taken: dict[str, str]) -> str | None:
 
 def _work_or_problem(
     job: Job, resolve: Callable[[Job], ResolvedRequest], taken: dict[str, str], *, alone: bool
-) -> Work | PortableDitError:
+) -> Work | RequestError | OutputError:
     from portable_dit.image import check_writable
     from portable_dit.result import numbered
 
@@ -170,7 +184,7 @@ def _work_or_problem(
         for target in targets:
             check_writable(target, most_bytes=3 * request.width * request.height * len(targets))
         _claim(targets, job.place, taken)
-    except PortableDitError as error:
+    except (RequestError, OutputError) as error:
         return type(error)(f"{job.place}{error}")
     ready = alone or not request.references
     return Work(job, request if ready else request.without_pixels(), targets, ready)
@@ -202,6 +216,8 @@ def _draw(engine: Engine, work: Work, bar: Bar, json: bool) -> None:
                 bar.answer(str(target))
 
     result = engine.generate(work.request, on_event=watch)
+    if not engine.leads:
+        return
     if json:
         typer.echo(json_text.dumps(_as_json(result, saved, work)))
     else:

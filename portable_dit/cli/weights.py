@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from portable_dit.cli.options import JsonFlag
 
+RANDOM_CHECKPOINTS = {"h3-image": "h3_image", "hunyuan-image-3": "hunyuan_image_3"}  # model -> its folder
 app = typer.Typer(no_args_is_help=True, help="Check, make up and cache the files of a checkpoint.")
 
 Folder = Annotated[str, typer.Argument(help="A checkpoint folder, or builtin for the one in the package.")]
@@ -53,33 +55,38 @@ def manifest(folder: Folder) -> None:
 @app.command()
 def init(
     output: Annotated[Path, typer.Option("-o", "--output", help="A new or empty folder.")],
-    model: Annotated[str, typer.Option(help="Whose layout: h3-image.")] = "h3-image",
-    config: Annotated[str, typer.Option(help="tiny, or full (135 GB).")] = "tiny",
+    model: Annotated[str, typer.Option(help="Whose layout: h3-image or hunyuan-image-3.")] = "h3-image",
+    config: Annotated[str, typer.Option(help="tiny, or full (135 and 170 GB).")] = "tiny",
     dialect: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="original, diffusers, comfy, comfy-curve, int8-convrot, fp8 or w4a8: whose files it is like."
+            help="Whose files it is like. h3-image: original, diffusers, comfy, comfy-curve, int8-convrot, "
+            "fp8 or w4a8. hunyuan-image-3: instruct, base or distil. The first is the default."
         ),
-    ] = "original",
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides every number.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the files and tensors.")] = False,
     json: JsonFlag = False,
 ) -> None:
     """Write a checkpoint of random weights in the exact layout of the real one."""
     from portable_dit.errors import WeightsError, near
-    from portable_dit.models.h3_image.random_checkpoint import plan_random, write_random
 
-    if model != "h3-image":
-        raise WeightsError(f"model {model!r}: has no random checkpoint.{near(model, ['h3-image'])}")
+    maker = RANDOM_CHECKPOINTS.get(model)
+    if maker is None:
+        raise WeightsError(
+            f"model {model!r}: has no random checkpoint.{near(model, list(RANDOM_CHECKPOINTS))}"
+        )
+    module = import_module(f"portable_dit.models.{maker}.random_checkpoint")
+    dialect = dialect or next(iter(module.DIALECTS))
 
     def show(path: str, size: int) -> None:
         if sys.stderr.isatty() and not json:
             typer.echo(f"writing {path}, {size:,} bytes", err=True)
 
     if dry_run:
-        files = plan_random(config, dialect)
+        files = module.plan_random(config, dialect)
     else:
-        files = write_random(output, config=config, dialect=dialect, seed=seed, on_file=show)
+        files = module.write_random(output, config=config, dialect=dialect, seed=seed, on_file=show)
     if json:
         tensors = [
             {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from portable_dit import ops
 from portable_dit.backend import AttentionKernel, Backend
 from portable_dit.capabilities import AttentionRequest, Capabilities, Device
-from portable_dit.conformance.outcome import Outcome, judge
+from portable_dit.conformance.outcome import REPEATS, Outcome, judge, worst_row_error
 from portable_dit.masks import NO_MASK, Causal, CausalWithFullSpans, KeyPadding, Mask, Segments
+from portable_dit.plugins import attempt
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ CASES: tuple[AttentionCase, ...] = (
     *(AttentionCase(f"head_dim_{dim}", rows=(65, 65), head_dim=dim) for dim in (64, 72, 96, 256)),
     AttentionCase("long", rows=(544, 544)),
     AttentionCase("odd_rows", rows=(131, 131)),
+    AttentionCase("many_keys", rows=(16, 33000), heads=1, kv_heads=1, head_dim=64),
     AttentionCase("one_query", rows=(1, 77)),
     AttentionCase("one_key", rows=(33, 1)),
     AttentionCase("fewer_queries", rows=(48, 160)),
@@ -68,6 +71,9 @@ CASES: tuple[AttentionCase, ...] = (
     AttentionCase("segments", "segments", rows=(100, 100), segments=(37, 1, 62)),
 )
 
+LSE_CASE = AttentionCase("joined_halves", rows=(60, 90), head_dim=64)
+HALF = 37  # keys of the first of two halves
+
 
 def check_attention(
     kernel: AttentionKernel,
@@ -76,9 +82,51 @@ def check_attention(
     capabilities: Capabilities,
     dtype: str,
     cases: Sequence[AttentionCase] = CASES,
+    repeats: int = REPEATS,
 ) -> list[Outcome]:
-    """One outcome per case."""
-    return [_check(kernel, backend, device, capabilities, dtype, case) for case in cases]
+    """One outcome per case. repeats: runs, the best of which is the time."""
+    return [_check(kernel, backend, device, capabilities, dtype, case, repeats) for case in cases]
+
+
+def check_log_sum_exp(
+    kernel: AttentionKernel, device: Device, capabilities: Capabilities, dtype: str
+) -> list[Outcome]:
+    """Two halves of the keys, joined by their log-sum-exps as a ring joins them, are the whole."""
+    case = LSE_CASE
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    request = AttentionRequest(
+        dtype, case.head_dim, case.heads, case.kv_heads, max(case.rows), return_lse=True
+    )
+    reject = kernel.check(request, capabilities)
+    if reject is not None:
+        return [Outcome("attention", kernel.id, case.name, dtype, "not_claimed", reject.detail)]
+    q, k, v = (t.to(device.torch_device) for t in inputs(case, torch_dtype))
+
+    def joined() -> Tensor:
+        halves = [
+            kernel.run_with_lse(q, k[:, part], v[:, part], NO_MASK, scale=case.real_scale)
+            for part in (slice(HALF), slice(HALF, None))
+        ]
+        weights = torch.stack([lse.float() for _, lse in halves]).softmax(dim=0)  # [2, B, N, Sq]
+        parts = [
+            out.float() * w.transpose(1, 2)[..., None] for (out, _), w in zip(halves, weights, strict=True)
+        ]
+        whole: Tensor = parts[0] + parts[1]
+        return whole.to(torch_dtype)  # [B, Sq, N, D]
+
+    wanted = oracle(case, torch_dtype)
+    got, raised = attempt(joined)
+    if got is None:
+        return [Outcome("attention", kernel.id, case.name, dtype, "fail", f"raised {raised}")]
+    # Twice again, since each half was rounded before they were joined.
+    bound = max(
+        4 * worst_row_error(plain_result(case, torch_dtype), wanted), 2 * torch.finfo(torch_dtype).eps
+    )
+    error = worst_row_error(got, wanted)
+    kept = error <= bound
+    detail = "" if kept else f"error {error:.2e} above {bound:.2e}"
+    status: Literal["pass", "fail"] = "pass" if kept else "fail"
+    return [Outcome("attention", kernel.id, case.name, dtype, status, detail, error, bound)]
 
 
 def _check(
@@ -88,6 +136,7 @@ def _check(
     capabilities: Capabilities,
     dtype: str,
     case: AttentionCase,
+    repeats: int,
 ) -> Outcome:
     request = AttentionRequest(dtype, case.head_dim, case.heads, case.kv_heads, max(case.rows), case.mask)
     reject = kernel.check(request, capabilities)
@@ -100,13 +149,22 @@ def _check(
         lambda: kernel.run(q, k, v, mask, scale=scale),
         lambda: ops.attention(q, k, v, mask, scale=scale),
         oracle(case, torch_dtype),
+        plain_on_host=lambda: plain_result(case, torch_dtype),
         op="attention",
         kernel=kernel.id,
         case=case.name,
         dtype=dtype,
         backend=backend,
         device=device,
+        repeats=repeats,
     )
+
+
+@lru_cache(maxsize=64)
+def plain_result(case: AttentionCase, dtype: torch.dtype) -> Tensor:
+    """What the plain body gives on the host."""
+    mask = build_mask(case, torch.device("cpu"))
+    return ops.attention(*inputs(case, dtype), mask, scale=case.real_scale)
 
 
 def inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

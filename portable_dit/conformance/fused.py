@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from portable_dit import ops
 from portable_dit.backend import Backend, FusedOp
 from portable_dit.capabilities import Capabilities, Device, FusionRequest
-from portable_dit.conformance.outcome import Outcome, judge
+from portable_dit.conformance.outcome import REPEATS, Outcome, Promises, judge
+from portable_dit.formats import QuantizedRows, format_named, quantize_blocks
 from portable_dit.ops import Modulation, Rotary
 
 EPS = 1e-6
@@ -59,13 +61,58 @@ def check_fused(
     capabilities: Capabilities,
     dtype: str,
     cases: Sequence[FusedCase] = CASES,
+    repeats: int = REPEATS,
 ) -> list[Outcome]:
     """One outcome per case that makes sense for the seam; none for a seam that has no oracle here."""
     seam = SEAMS.get(op.op)
     if seam is None:
         return []
     fitting = [case for case in cases if case.weight or op.op in OPTIONAL_WEIGHT]
-    return [_check(op, seam, backend, device, capabilities, dtype, case) for case in fitting]
+    return [_check(op, seam, backend, device, capabilities, dtype, case, repeats) for case in fitting]
+
+
+def check_producers(
+    op: FusedOp, backend: Backend, device: Device, capabilities: Capabilities, dtype: str
+) -> list[Outcome]:
+    """A seam that makes its reader's input quantised makes, bit for bit, what the reader would make of it."""
+    seam = SEAMS.get(op.op)
+    told = Promises(op.op, op.id)
+    for format, function in op.quantized.items() if seam is not None else ():
+        request = FusionRequest(op.op, dtype, CASES[0].channels)
+        if seam is None or op.check(request, capabilities) is not None:
+            continue
+        for case in CASES:
+            if case.name in ("plain", "many_rows", "batch"):
+                trouble = partial(_producer_trouble, op, seam, function, format, device, dtype, case)
+                told.check(f"{format}_{case.name}", trouble, dtype=dtype)
+    return told.outcomes
+
+
+def _producer_trouble(
+    op: FusedOp,
+    seam: Seam,
+    function: Callable[..., QuantizedRows],
+    format: str,
+    device: Device,
+    dtype: str,
+    case: FusedCase,
+) -> str | None:
+    form = format_named(format)
+    assert form.activations is not None
+    arguments = tuple(_move(_cast(a, getattr(torch, dtype)), device.torch_device) for a in seam.inputs(case))
+    made, result = function(*arguments), op.run(*arguments)
+    if made.format != form or made.shape != tuple(result.shape) or made.dtype != result.dtype:
+        return f"says it is {made.format.name} {list(made.shape)} of {made.dtype}"
+    rows = result.reshape(-1, result.shape[-1]).float().cpu()
+    values, scales = quantize_blocks(rows, form, form.activations)
+    pairs = (("values", made.values, values), ("scales", made.scales, scales))
+    for what, got, wanted in pairs:
+        bytes_got, bytes_wanted = (t.contiguous().cpu().view(torch.uint8) for t in (got, wanted))
+        if bytes_got.numel() != bytes_wanted.numel() or not bool(
+            (bytes_got.view(-1) == bytes_wanted.view(-1)).all()
+        ):
+            return f"its {what} are not those that the reader would make"
+    return None
 
 
 def _check(
@@ -76,6 +123,7 @@ def _check(
     capabilities: Capabilities,
     dtype: str,
     case: FusedCase,
+    repeats: int,
 ) -> Outcome:
     reject = op.check(FusionRequest(op.op, dtype, case.channels), capabilities)
     if reject is not None:
@@ -88,12 +136,14 @@ def _check(
         lambda: op.run(*here),
         lambda: seam.plain(*here),
         oracle,
+        plain_on_host=lambda: seam.plain(*arguments),
         op=op.op,
         kernel=op.id,
         case=case.name,
         dtype=dtype,
         backend=backend,
         device=device,
+        repeats=repeats,
     )
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from portable_dit.backend import Backend, EmulatedLinear, LinearKernel
 from portable_dit.capabilities import Capabilities, Device, LinearRequest
-from portable_dit.conformance.outcome import Outcome, judge
+from portable_dit.conformance.outcome import REPEATS, Outcome, Promises, judge
 from portable_dit.formats import decode, encode
+from portable_dit.plugins import attempt
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,31 @@ def check_linear(
     capabilities: Capabilities,
     dtype: str,
     cases: Sequence[LinearCase] = CASES,
+    repeats: int = REPEATS,
 ) -> list[Outcome]:
-    """One outcome per case."""
-    return [_check(kernel, backend, device, capabilities, dtype, case) for case in cases]
+    """One outcome per case. repeats: runs, the best of which is the time."""
+    return [_check(kernel, backend, device, capabilities, dtype, case, repeats) for case in cases]
+
+
+def check_encoding(format: str, backend: Backend, device: Device) -> list[Outcome]:
+    """A weight encoded on the device is the one that the host makes, bit for bit."""
+    told = Promises(f"linear:{format}", "encode")
+    for case in CASES:
+        if case.outlier or case.zeros or case.name in ("plain", "odd_features"):
+            told.check(case.name, lambda case=case: _encoding_trouble(format, device, case))  # type: ignore[misc]
+    return told.outcomes
+
+
+def _encoding_trouble(format: str, device: Device, case: LinearCase) -> str | None:
+    weight = inputs(case)[1]
+    here, there = encode(weight, format), encode(weight.to(device.torch_device), format)
+    for what, a, b in (("values", here.values, there.values), ("scales", here.scales, there.scales)):
+        if a is None or b is None:
+            continue
+        same = a.view(torch.uint8) == b.cpu().view(torch.uint8)
+        if not bool(same.all()):
+            return f"{int((~same).sum())} of {same.numel()} bytes of the {what} differ"
+    return None
 
 
 def _check(
@@ -62,6 +85,7 @@ def _check(
     capabilities: Capabilities,
     dtype: str,
     case: LinearCase,
+    repeats: int,
 ) -> Outcome:
     name, op = kernel.format.name, f"linear:{kernel.format.name}"
     request = LinearRequest(name, dtype, case.rows, case.in_features, case.out_features)
@@ -74,20 +98,24 @@ def _check(
     encoded = encode(weight, name)
     wanted = x.double() @ decode(encoded).double().T + (0.0 if bias is None else bias.double())
     on_device = encode(weight.to(device.torch_device), name)
-    x, bias = x.to(device.torch_device), None if bias is None else bias.to(device.torch_device)
+    x_there, bias_there = x.to(device.torch_device), None if bias is None else bias.to(device.torch_device)
     plain = EmulatedLinear(name) if kernel.quantizes_input else LinearKernel(name)
-    plain_packed = plain.pack(on_device, torch_dtype)
-    packed = kernel.pack(on_device, torch_dtype)
+    packed, raised = attempt(lambda: kernel.pack(on_device, torch_dtype))
+    if packed is None:
+        return Outcome(op, kernel.id, case.name, dtype, "fail", f"pack raised {raised}")
+    plain_there = plain.pack(on_device, torch_dtype)
     return judge(
-        lambda: kernel.apply(x, packed, bias),
-        lambda: plain.apply(x, plain_packed, bias),
+        lambda: kernel.apply(x_there, packed, bias_there),
+        lambda: plain.apply(x_there, plain_there, bias_there),
         wanted,
+        plain_on_host=lambda: plain.apply(x, plain.pack(encoded, torch_dtype), bias),
         op=op,
         kernel=kernel.id,
         case=case.name,
         dtype=dtype,
         backend=backend,
         device=device,
+        repeats=repeats,
     )
 
 

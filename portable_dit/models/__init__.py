@@ -11,13 +11,14 @@ from pathlib import Path
 
 from portable_dit.errors import RecipeError, near
 from portable_dit.models.h3_image.family import H3Family
+from portable_dit.models.hunyuan_image_3.family import HunyuanFamily
 from portable_dit.models.spec import Family, ModelSpec
 from portable_dit.paths import kind_of
 
 BUILTIN, RANDOM = "builtin", "random"
 # ORG/NAME, with a revision and a folder or file inside when they are said: ORG/NAME@REVISION:FOLDER
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?(:[\w./-]+)?")
-FAMILIES: tuple[Family, ...] = (H3Family(),)
+FAMILIES: tuple[Family, ...] = (H3Family(), HunyuanFamily())
 
 
 def find_family(model: str, more: Sequence[Family] = ()) -> Family:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from portable_dit.capabilities import AttentionRequest, FusionRequest
+from portable_dit.models.sizes import SizeRules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +34,7 @@ FORMAT_SCALES = {
     "fp8_weight_only": (4, 1, 0),
     "mxfp8": (1, 1, 32),
     "int8_row": (4, 1, 0),
+    "int8_row_rotated": (4, 1, 0),
     "int8_weight_only": (4, 1, 0),
 }
 
@@ -54,86 +56,11 @@ def matches(name: str, globs: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Tier:
-    """A size that people ask for by name. shrink: sides are drawn that much longer, then resized."""
-
-    name: str
-    area: int  # pixels that are drawn
-    shrink: int = 1
-
-
-@dataclass(frozen=True)
-class SizeRules:
-    """Which canvases a model draws. Sides in pixels; max_ratio is the longer side over the shorter.
-
-    tiers: sizes with a name. small_pixels: up to this area a picture is drawn at about the area `well_drawn`
-    and resized; 0 draws every size as it is.
-    """
-
-    multiple: int
-    min_side: int
-    max_side: int
-    max_pixels: int
-    max_ratio: float
-    default: tuple[int, int]  # width, height
-    tiers: tuple[Tier, ...] = ()
-    small_pixels: int = 0
-    well_drawn: int = 0
-
-    def of_ratio(self, area: float, ratio: float) -> tuple[int, int]:
-        """The canvas of an area and a ratio, width over height: sides rounded, else the nearest legal one."""
-        ideal = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        wide, high = (round(side / self.multiple) * self.multiple for side in ideal)
-        both = (wide, high)
-        if self._allows(wide, high) and all(self.min_side <= side <= self.max_side for side in both):
-            return both
-        return self.nearest(*ideal)
-
-    def enlarged(self, width: int, height: int) -> tuple[int, int]:
-        """The canvas on which a legal size is drawn: itself, or a whole multiple when it is small."""
-        if width * height > self.small_pixels:
-            return width, height
-        times = max(round(math.sqrt(self.well_drawn / (width * height))), 1)
-        while times > 1 and (
-            max(width, height) * times > self.max_side or not self._allows(width * times, height * times)
-        ):
-            times -= 1
-        return width * times, height * times
-
-    def nearest(self, width: float, height: float) -> tuple[int, int]:
-        """The legal canvas closest to width x height: in ratio above all, then in area."""
-        ratio = min(max(max(width, 1) / max(height, 1), 1 / self.max_ratio), self.max_ratio)
-        least_area = self.min_side**2 * max(ratio, 1 / ratio)
-        area = min(max(max(width, 1) * max(height, 1), least_area), self.max_pixels)
-
-        def distance(size: tuple[int, int]) -> float:
-            return 2 * abs(math.log(size[0] / size[1] / ratio)) + abs(math.log(size[0] * size[1] / area))
-
-        across, down = self._sides_near(math.sqrt(area * ratio)), self._sides_near(math.sqrt(area / ratio))
-        legal = [(w, h) for w in across for h in down if self._allows(w, h)]
-        if legal:
-            return min(legal, key=distance)
-        sides = [min(across), min(down)]
-        while not self._allows(*sides):  # ends with the smallest square at the latest
-            sides[sides.index(max(sides))] -= self.multiple
-        return sides[0], sides[1]
-
-    def _allows(self, width: int, height: int) -> bool:
-        """Whether sides that are legal each on their own go together."""
-        return width * height <= self.max_pixels and max(width, height) <= self.max_ratio * min(width, height)
-
-    def _sides_near(self, side: float) -> tuple[int, ...]:
-        """Legal sides just below and above."""
-        below = math.floor(side / self.multiple)
-        least, most = math.ceil(self.min_side / self.multiple), self.max_side // self.multiple
-        return tuple(min(max(n, least), most) * self.multiple for n in (below - 1, below, below + 1))
-
-
-@dataclass(frozen=True)
 class LinearGroup:
     """Linear layers of one shape that a format may be put on.
 
     pattern: their module names inside the component, with `*` where the numbers 0 .. count - 1 stand.
+    experts: how many layers of that shape each module holds, as experts of one mixture; 0 = it is a layer.
     """
 
     component: str
@@ -141,6 +68,7 @@ class LinearGroup:
     count: int
     in_features: int
     out_features: int
+    experts: int = 0
 
     def names(self) -> tuple[str, ...]:
         """The module names, one per layer."""
@@ -148,11 +76,28 @@ class LinearGroup:
 
 
 @dataclass(frozen=True)
+class TensorSplit:
+    """How tensor parallel divides the weights [N, K] of some layers.
+
+    pattern: as in `LinearGroup`. along: "out" gives each device a share of the out features, "in" a share of
+    the in features, whose results are summed over the devices. parts: out features of what is fused in the
+    layer (queries, keys and values; the halves of a gate), each of which is divided on its own; empty = one.
+    experts: the layers of that many experts, each divided alike.
+    """
+
+    component: str
+    pattern: str
+    along: Literal["out", "in"]
+    parts: tuple[int, ...] = ()
+    experts: int = 0
+
+
+@dataclass(frozen=True)
 class Workload:
     """One request as the plan sees it.
 
     reference_sizes: (width, height) after the model's own rule. tile_batch: most tiles that the VAE takes at
-    once; a plan lowers it where they would not fit.
+    once, 0 = the picture whole; a plan lowers it where they would not fit.
     """
 
     width: int
@@ -167,7 +112,8 @@ class Workload:
 class Bytes:
     """Weights and activations of one component on one device; `parts` explains the weights, name -> bytes.
 
-    loading: on top of weights, only until loading is done (modulation weights before they become tables).
+    loading: on top of weights and on the host, only until loading is done (modulation weights before they
+    become tables, block by block on the device).
     block: weights of one of `num_blocks` equal blocks, which layerwise offload moves.
     """
 
@@ -205,6 +151,10 @@ class ModelSpec(ABC):
     num_kv_heads: int
     head_dim: int
     num_blocks: int
+    hidden_size: int
+    latent_channels: int
+    latent_ratio: int  # pixels along each side of a latent cell
+    experts_per_row: int = 0  # that the router chooses
     ffn_size: int
     num_experts: int
     keep: tuple[str, ...]  # globs of linears that stay unquantised unless a recipe has a list of its own
@@ -217,6 +167,34 @@ class ModelSpec(ABC):
     requires: Mapping[str, str] = field(default_factory=dict)  # module it runs on -> what to type to get it
     # Seams of the DiT whose result one linear layer alone reads, and that layer; `*` is the block's number.
     producers: tuple[tuple[str, str], ...] = ()
+    # Globs of DiT weights that finish_loading makes tables of and drops; they wait on the host until then.
+    temporary: tuple[str, ...] = ()
+    tensor_plan: tuple[
+        TensorSplit, ...
+    ] = ()  # layers that tensor parallel divides; others are whole everywhere
+    num_text_heads: int = 0  # heads of the text encoder that tensor parallel divides; key heads where fewer
+    text_ffn_size: int = 0
+    tiling: Literal["always", "optional"] = "always"  # whether the VAE's pictures are put together of tiles
+    guidance_branches: int = 1  # conditions that a guided request evaluates: with a prompt, and without
+    default_steps: int = 50  # of a request that does not say, where any count is allowed
+    system_prompts: Mapping[str, str] | None = (
+        None  # by name, as the checkpoint brings them; None = takes none
+    )
+    streamed: tuple[str, ...] = ("dit", "text_encoder")  # components whose equal blocks offload can stream
+    # Activation types that a component wants instead of the recipe's, best first; float32 if none is there.
+    own_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def latent_values(self, width: int, height: int) -> int:
+        """How many numbers the latents of one picture have."""
+        return self.latent_channels * (width // self.latent_ratio) * (height // self.latent_ratio)
+
+    def decode_flops(self, width: int, height: int) -> float:
+        """Operations of the VAE's decoder for one picture, for predictions; 0 where nobody counted them."""
+        return 0.0
+
+    def branches(self, scale: float | None) -> int:
+        """Conditions that a request with such a guidance scale evaluates at each step."""
+        return self.guidance_branches if scale is not None and scale > 1 else 1
 
     @abstractmethod
     def rows(self, workload: Workload) -> int:
@@ -245,6 +223,14 @@ class ModelSpec(ABC):
     def edit_size(self, width: int, height: int) -> tuple[int, int]:
         """The canvas that an edit of such a reference wants when nobody says a size; may be illegal."""
 
+    def prompt_problem(self, prompt: str, reference_sizes: Sequence[tuple[int, int]]) -> str | None:
+        """Why the text encoder cannot take this prompt with these references, told before anything is loaded.
+
+        reference_sizes: (width, height) after the model's own rule. None: it can, or only the encoder knows,
+        which then raises RequestError itself. Raises WeightsError when its tokenizer cannot be read.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -272,17 +258,32 @@ class Denoiser(Protocol):
         """Hidden rows [B, S, C] and the further arguments of every block: tensors, tuples, dataclasses."""
         ...
 
+    def part(self, arguments: tuple[Any, ...], lengths: tuple[int, ...], index: int) -> tuple[Any, ...]:
+        """The blocks' arguments for one part of the rows, when parts of these lengths share them.
+
+        What belongs to a row is cut; the mask becomes a `masks.Part` of the whole one.
+        """
+        ...
+
     def head(self, hidden: Tensor, step: int) -> Tensor:
-        """Velocity in the shape and float32 dtype of the latents."""
+        """Velocity towards the data, float32, in the shape of the latents, for each branch: [B, C, h, w]."""
         ...
 
 
-TileRunner = Callable[[Callable[["Tensor"], "Tensor"], "Tensor"], "Tensor"]
+# Takes a network, tiles [count, ...] and how many of them to run at once at most: `tiles.run_tiles`, or what
+# replays graphs or spreads the tiles over devices in its place.
+TileRunner = Callable[[Callable[["Tensor"], "Tensor"], "Tensor", int], "Tensor"]
 
 
-def run_eagerly(network: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    """network(batch). What else a `TileRunner` may do: replay a graph, spread the batch over devices."""
-    return network(batch)
+def batch_size(count: int, most: int) -> int:
+    """How many of `count` tiles to take at once, at most `most`, so that batches of one size waste the least.
+
+    Small batches keep a device idle, so no size below half of `most` is tried.
+    """
+    if count <= most:
+        return count
+    sizes = range(most, max(most // 2, 1) - 1, -1)
+    return min(sizes, key=lambda size: math.ceil(count / size) * size)
 
 
 class Model(Protocol):
@@ -305,10 +306,13 @@ class Model(Protocol):
 
     def schedule(self, steps: int) -> Schedule: ...
 
-    def encode_prompt(self, prompt: str, references: Sequence[np.ndarray]) -> Any:
+    def encode_prompt(
+        self, prompt: str, references: Sequence[np.ndarray], system_prompt: str | None = None
+    ) -> Any:
         """Text states and what else the encoder gives, as tensors, tuples and dataclasses.
 
         A copy of it on the host must do as well. references: uint8 RGB [H, W, 3], already sized.
+        system_prompt: only for models whose spec has `system_prompts`.
         """
         ...
 
@@ -322,8 +326,14 @@ class Model(Protocol):
         seed: int,
         *,
         tile_batch: int = TILE_BATCH,
+        guidance: float | None = None,
+        branches: tuple[int, ...] = (0,),
     ) -> Denoiser:
-        """References encoded to latents, rows packed, positions and modulation indices laid out."""
+        """References encoded to latents, rows packed, positions and modulation indices laid out.
+
+        guidance: the request's scale, for models that are told it. branches: the conditions that it evaluates
+        at each step, 0 with the prompt and 1 without.
+        """
         ...
 
     def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
@@ -337,7 +347,8 @@ class Model(Protocol):
     def decode(self, latents: Tensor, *, run: TileRunner, tile_batch: int = TILE_BATCH) -> Tensor:
         """Latents [1, C, h, w] float32 -> pixels uint8 [H, W, 3] on the device, perhaps a view of [3, H, W].
 
-        run: calls the network on each batch of at most `tile_batch` tiles, all of one shape.
+        run: calls the network on all tiles, which have one shape, at most `tile_batch` at once; 0 = there is one
+        tile, the whole picture.
         """
         ...
 
@@ -413,8 +424,8 @@ class Family(Protocol):
         """The model of a spec of this family on the meta device, each component in its dtype."""
         ...
 
-    def place(self, component: str, spec: ModelSpec) -> Path:
-        """The folder or file of the component's tensors, inside the checkpoint or absolute."""
+    def places(self, component: str, spec: ModelSpec) -> tuple[Path, ...]:
+        """The folders and files of the component's tensors, inside the checkpoint or absolute."""
         ...
 
     def tensor_map(

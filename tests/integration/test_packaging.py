@@ -69,7 +69,9 @@ def test_the_metadata_names_the_command_and_an_extra_for_each_package_in_backend
     information = f"portable_dit-{__version__}.dist-info"
     metadata = Parser().parsestr(wheel.read(f"{information}/METADATA").decode())
     assert metadata["Requires-Python"] == "<3.14,>=3.10"
-    assert "portable-dit = portable_dit.cli:main" in wheel.read(f"{information}/entry_points.txt").decode()
+    assert (
+        "portable-dit = portable_dit.__main__:main" in wheel.read(f"{information}/entry_points.txt").decode()
+    )
     packages = {path.parent.name for path in (ROOT / "backends").glob("*/pyproject.toml")}
     requirements = metadata.get_all("Requires-Dist")
     vendors = {

@@ -43,6 +43,47 @@ def test_ctrl_c_in_the_middle_exits_130_and_leaves_only_whole_files(tiny_recipe,
     assert written == [line.rsplit("/", 1)[1] for line in (first + rest).split()]
 
 
+# Ctrl-C by the process itself, at a moment that a clock would not hit: when it imports a module, or ends.
+INTERRUPTED_AT = """
+import atexit, os, signal, sys
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, *more):
+        if name == {moment!r}:
+            interrupt()
+
+sys.meta_path.insert(0, Finder())
+if {moment!r} == "the end":
+    atexit.register(interrupt)
+from portable_dit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [("typer", ""), ("portable_dit.cli.run", ""), ("yaml", "interrupted\n"), ("the end", "")],
+)
+def test_ctrl_c_at_any_moment_of_a_command_is_quiet(moment, said):
+    code = INTERRUPTED_AT.format(moment=moment)
+    command = [sys.executable, "-c", code, "recipes", "show", "cpu/h3-mini"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, said)
+
+
+def test_ctrl_c_that_the_shell_keeps_from_a_background_job_does_not_stop_it():
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)" + INTERRUPTED_AT.format(
+        moment="yaml"
+    )
+    command = [sys.executable, "-c", code, "recipes", "show", "cpu/h3-mini"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "h3-mini" in done.stdout
+
+
 def test_a_disk_that_fills_up_while_writing_leaves_nothing(tiny_recipe, tmp_path):
     """A limit on file size fails the write just where a full disk would."""
     out = tmp_path / "out.png"

@@ -7,8 +7,10 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3, MiniMaxH3Transformer3DModel
 
 from portable_dit.models.h3_image.dialects import W4A8_LEVELS
-from portable_dit.models.h3_image.quantized import decode_w4a8, hadamard, read_marker, rotate
+from portable_dit.models.h3_image.markers import read_marker
+from portable_dit.models.h3_image.quantized import decode_w4a8
 from portable_dit.models.h3_image.random_checkpoint import FULL, TINY, plan_random, qwen_tensors
+from portable_dit.rotation import hadamard, rotate
 
 AUDIO = ("audio_",)
 

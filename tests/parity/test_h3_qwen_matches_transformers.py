@@ -9,11 +9,11 @@ from h3_pairs import randomize
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from portable_dit.models.h3_image.qwen import QwenConditioner, QwenEncoder
+from portable_dit.models.h3_image.qwen import QwenConditioner, QwenEncoder, patches
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN, QwenConfig
 from portable_dit.models.h3_image.qwen_files import write_qwen_files
 from portable_dit.models.h3_image.qwen_names import text_encoder_map
-from portable_dit.models.h3_image.qwen_tokens import Presentation, QwenTokenizer, patches, present
+from portable_dit.models.h3_image.tokens import QwenTokenizer, present
 from portable_dit.models.spec import TensorSource
 
 SIZES = ((256, 256), (320, 256), (256, 512))  # width, height; not below the processor's least area
@@ -117,11 +117,12 @@ def test_pictures_are_sized_and_cut_as_the_processor_does(size: tuple[int, int])
 @pytest.mark.parametrize("count", range(1, 17))
 def test_positions_equal_those_of_transformers(tokenizer: QwenTokenizer, count: int) -> None:
     sizes = [SIZES[i % len(SIZES)] for i in range(count)]
-    shown: Presentation = present(PROMPT, sizes, tokenizer, TINY_QWEN)
+    shown = present(PROMPT, sizes, tokenizer, TINY_QWEN)
     with torch.device("meta"):
         full = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**TINY_QWEN.to_dict()))
     grids = torch.tensor([(1, 2 * down, 2 * across) for down, across in shown.grids])
+    ids, pads = torch.from_numpy(shown.ids), torch.from_numpy(shown.pads)
     expected, _ = full.model.get_rope_index(
-        shown.ids[None], image_grid_thw=grids, mm_token_type_ids=shown.pads[None].long()
+        ids[None], image_grid_thw=grids, mm_token_type_ids=pads[None].long()
     )
-    assert torch.equal(shown.positions, expected[:, 0])
+    assert torch.equal(torch.from_numpy(shown.positions), expected[:, 0])

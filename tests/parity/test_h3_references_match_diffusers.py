@@ -13,7 +13,7 @@ from portable_dit.models.h3_image.noise import reference_noises, target_noise
 from portable_dit.models.h3_image.packing import REFERENCE_TIME, pack
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN
 from portable_dit.models.h3_image.qwen_files import write_qwen_files
-from portable_dit.models.h3_image.qwen_tokens import QwenTokenizer, present
+from portable_dit.models.h3_image.tokens import QwenTokenizer, present
 
 COUNTS = range(1, 17)
 TARGET = (8, 12)
@@ -57,10 +57,10 @@ def test_the_text_has_label_mark_rows_and_mark_for_each_in_order(
 @pytest.mark.parametrize("count", COUNTS)
 def test_positions_tags_and_times_equal_diffusers(tokenizer: QwenTokenizer, count: int) -> None:
     shown = present(PROMPT, SIZES[:count], tokenizer, TINY_QWEN)
-    pictures = latents(count)
+    pictures, text_tags = latents(count), torch.from_numpy(shown.tags)
     positions, tags, video, audio, text, fixed, _ = (
         before_denoise.MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
-            text_token_tags=shown.tags,
+            text_token_tags=text_tags,
             references=[SimpleNamespace(kind="image", has_audio=False) for _ in pictures],
             condition_latents=[z[:, :, None] for z in pictures],
             audio_condition_latents=[],
@@ -74,7 +74,7 @@ def test_positions_tags_and_times_equal_diffusers(tokenizer: QwenTokenizer, coun
             video_tag=0,
         )
     )
-    packing = pack(shown.tags, [(z.shape[-2], z.shape[-1]) for z in pictures], TARGET)
+    packing = pack(text_tags, [(z.shape[-2], z.shape[-1]) for z in pictures], TARGET)
     assert torch.equal(packing.positions, positions)
     assert torch.equal(packing.tags, tags)
     assert packing.reference_rows == fixed

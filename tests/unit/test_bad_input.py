@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -138,6 +140,31 @@ def test_no_prompt_two_prompts_and_missing_prompt_files(refuse, tmp_path):
     refuse("--prompts", tmp_path / "empty.txt", prompt=None, words=("holds no prompt",))
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     refuse(prompt=f"@{tmp_path / 'latin.txt'}", words=("not UTF-8",))
+
+
+def test_a_prompt_of_more_tokens_than_the_encoder_takes(refuse):
+    refuse(prompt="a red apple " * 30, words=("prompt of 90 tokens", "at most 64", "Shorten"))
+
+
+def test_a_prompt_in_which_the_encoder_finds_no_word(refuse):
+    refuse(prompt="\u200b \u200b", words=("holds no words", "Say what to draw"))
+
+
+def test_every_bad_line_of_a_file_of_prompts_is_told_before_weights_are_read(broken, tmp_path):
+    """The weights are cut short and torch is not there: neither may matter."""
+    folder, recipe = broken
+    weights = folder / "vae" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red apple\n" + "green " * 65 + "\na blue apple\n\u200b\n", encoding="utf-8")
+    code = "import sys; sys.modules['torch'] = None; from portable_dit.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", "--recipe", str(recipe), "--prompts", str(prompts)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"error: {prompts}:2: prompt of 65 tokens")
+    assert second.startswith(f"{prompts}:4: prompt '\\u200b': holds no words")
+    assert not list(tmp_path.glob("out*"))
 
 
 # References

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from portable_dit.doctor import Check, Report, examine, unmet_requirements
+from portable_dit.models.h3_image.random_checkpoint import write_random
 
 BROKEN_KERNELS = """
 from portable_dit.backend import AttentionKernel, Backend
@@ -137,3 +138,16 @@ def test_a_recipe_that_cannot_work_is_a_problem(tmp_path: Path) -> None:
 def test_only_a_problem_makes_the_report_bad() -> None:
     assert Report((Check("a", "ok", ""), Check("b", "warning", ""))).ok
     assert not Report((Check("a", "ok", ""), Check("b", "problem", ""))).ok
+
+
+def test_the_recipe_is_read_as_a_run_would_read_it(tmp_path: Path) -> None:
+    """A file in a dialect that names cannot tell, with the rest of the checkpoint elsewhere."""
+    write_random(tmp_path / "comfy", config="tiny", dialect="comfy", seed=0)
+    (file,) = (tmp_path / "comfy" / "diffusion_models").iterdir()
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: h3-image\nweights: {tmp_path / 'comfy'}\ncomponents: {{dit: {file}}}\n"
+        "checkpoint_dialect: comfy\ndevice: {backend: cpu}\n"
+    )
+    found = {check.name: check for check in examine(str(recipe)).checks}
+    assert found["plan"].status == "ok", found["plan"].detail

@@ -245,7 +245,7 @@ def test_a_quantisation_reaches_the_layers_and_changes_the_picture_a_little(engi
 
     base = engine.generate("a red apple").images[0].pixels.astype(int)
     with Engine.load(tiny_recipe, {"quantization.dit": format}) as quantized:
-        model = quantized._loaded.model
+        model = quantized.workers.loaded.model
         layers = [m for m in model.component("dit").modules() if isinstance(m, QuantizedLinear)]
         assert len(layers) == 3 * 4
         assert not any(isinstance(m, QuantizedLinear) for m in model.component("vae").modules())
@@ -284,9 +284,14 @@ def test_a_plan_that_does_not_fit_is_refused_before_loading(tiny_recipe):
     assert loaded == []
 
 
+def test_a_memory_limit_that_cannot_be_enforced_is_told(tiny_recipe, caplog):
+    with Engine.load(tiny_recipe, {"device.memory_gib": 1.5}):
+        assert "planned with, and not enforced" in caplog.text
+
+
 def test_loading_leaves_nothing_on_the_meta_device_and_needs_no_gradients(engine):
     for name in ("text_encoder", "dit", "vae"):
-        state = dict(engine._loaded.model.component(name).named_parameters())
+        state = dict(engine.workers.loaded.model.component(name).named_parameters())
         assert state
         assert not any(p.is_meta or p.requires_grad for p in state.values())
 

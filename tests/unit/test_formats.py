@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from portable_dit.errors import BackendError, WeightsError
 from portable_dit.formats import FORMATS, QUANTIZED, Encoded, decode, encode, format_named
+from portable_dit.rotation import rotate
 
 BLOCKS = {  # the definition once more, by hand: rows and columns that share a scale, None = all
     "int8_row": (1, None),
+    "int8_row_rotated": (1, None),
     "int8_weight_only": (1, None),
     "fp8_row": (1, None),
     "fp8_weight_only": (1, None),
@@ -47,6 +49,8 @@ def reference_decode(weight: np.ndarray, name: str) -> np.ndarray:
     """What encode and decode should give, one block and one number at a time, in float64."""
     rows, columns = BLOCKS[name]
     rows, columns = rows or weight.shape[0], columns or weight.shape[1]
+    turn = rotation(weight.shape[1]) if FORMATS[name].rotated else np.eye(weight.shape[1])
+    weight = (weight.astype(np.float64) @ turn).astype(np.float32)
     out = np.zeros(weight.shape)
     for top in range(0, weight.shape[0], rows):
         for left in range(0, weight.shape[1], columns):
@@ -65,7 +69,16 @@ def reference_decode(weight: np.ndarray, name: str) -> np.ndarray:
             else:
                 stored = np.vectorize(nearest_e4m3)(np.clip(ratio, -448, 448))
             out[top : top + rows, left : left + columns] = stored * scale
-    return out
+    return out @ turn
+
+
+def rotation(channels: int) -> np.ndarray:
+    """The matrix that turns groups of neighbours, written down from its definition, float64 [K, K]."""
+    four = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]) / 2
+    group = np.eye(1)
+    while len(group) < 256 and channels % (4 * len(group)) == 0:
+        group = np.kron(group, four)
+    return np.kron(np.eye(channels // len(group)), group)
 
 
 def sample(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -82,8 +95,10 @@ def test_a_decoded_weight_is_what_the_definition_gives_number_by_number(
     weight = sample(*shape)
     got = decode(encode(weight, name)).double().numpy()
     wanted = reference_decode(weight.numpy(), name)
-    # The product value * scale is rounded once to float32.
-    np.testing.assert_allclose(got, wanted, rtol=2**-24, atol=0)
+    # The product value * scale is rounded once to float32; turning it back adds a few roundings more, and on
+    # the way there they may push a number over the middle between two steps of a row.
+    turned = FORMATS[name].rotated
+    np.testing.assert_allclose(got, wanted, rtol=2**-24, atol=2**-18 * np.abs(wanted).max() if turned else 0)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -95,9 +110,12 @@ def test_the_error_stays_within_the_documented_bound(name: str) -> None:
     rows, columns = BLOCKS[name]
     scale = encoded.scales.float().repeat_interleave(rows or 150, 0)[:150]
     scale = scale.repeat_interleave(columns or 300, 1)[:, :300]
+    decoded = decode(encoded)
+    if form.rotated:
+        weight, decoded = rotate(weight, 4), rotate(decoded, 4)  # 300 is 75 times four
     bound = torch.maximum(form.relative * weight.abs(), form.absolute * scale)
-    assert ((decode(encoded) - weight).abs() <= bound * (1 + 2**-20)).all()
-    assert ((decode(encoded) - weight).abs() > bound * 0.9).any(), "the bound is not sharp"
+    assert ((decoded - weight).abs() <= bound * (1 + 2**-16)).all()
+    assert ((decoded - weight).abs() > bound * 0.9).any(), "the bound is not sharp"
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

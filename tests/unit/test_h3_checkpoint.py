@@ -113,16 +113,21 @@ def test_heads_are_found_as_single_layers_in_order_of_their_numbers(with_base: b
     assert_same(mapped("dit", stored), ours())
 
 
+@pytest.mark.parametrize("with_base", [False, True], ids=["six heads", "base and six heads"])
 @pytest.mark.parametrize("offsets", [False, True], ids=["whole", "offsets"])
-def test_heads_are_found_as_a_bank_in_the_base_layer(offsets: bool) -> None:
+def test_heads_are_found_as_a_bank_in_the_base_layer(offsets: bool, with_base: bool) -> None:
+    """Offsets are to the first entry: the base layer, or the head of the first step."""
     expected = ours()
     for head, base in zip(HEADS, BASE, strict=True):
         size = 0.05 if offsets else 1.0
         noise = torch.randn(expected[head].shape, generator=torch.Generator().manual_seed(3))
         expected[head] = expected[base] + size * noise * expected[base].abs().mean()
+    if not with_base:
+        expected |= {base: expected[head][0] for head, base in zip(HEADS, BASE, strict=True)}
     stored = {name: t for name, t in original(expected).items() if name not in HEADS}
     for head, base in zip(HEADS, BASE, strict=True):
-        rest = expected[head] - expected[base][None] if offsets else expected[head]
+        others = expected[head] if with_base else expected[head][1:]
+        rest = others - expected[base][None] if offsets else others
         stored[base] = torch.cat([expected[base][None], rest]).flatten(0, 1)
     found = mapped("dit", stored)
     assert found.keys() == expected.keys()

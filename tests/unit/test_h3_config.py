@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from h3_tiny import CONFIG, DIT, TEXT, VAE, write_checkpoint
+from mini_configs import write_configs
 
 from portable_dit.errors import WeightsError
 from portable_dit.models.h3_image.config import DiTConfig, H3Config, SchedulerConfig, TextConfig, VAEConfig
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN, QwenConfig
+from portable_dit.models.h3_image.spec import make_spec
+from portable_dit.models.spec import COMPONENTS, Numbers, Workload
 
 ORIGINAL = {
     "hidden_size": 5376, "num_layers": 50, "token_refiner_num_layers": 2, "num_attention_heads": 56,
@@ -165,6 +169,76 @@ def test_a_canvas_block_that_is_no_canvas_is_refused(tmp_path: Path, canvas: str
     write_checkpoint(tmp_path, CONFIG)
     (tmp_path / "model_index.json").write_text(f'{{"canvas": {canvas}}}')
     with pytest.raises(WeightsError, match="canvas"):
+        H3Config.from_folder(tmp_path)
+
+
+WRONG = (None, True, "x", -1, 0, 10**30, [], {}, [None], ["a", "b", "c"], [1, -2, 2], float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("transformer/config.json", "patch_size"),
+        ("transformer/config.json", "adaln_out_features"),
+        ("transformer/config.json", "hidden_size"),
+        ("vae/config.json", "block_out_channels"),
+        ("vae/config.json", "layers_per_block"),
+        ("vae/config.json", "downsample_stages"),
+        ("vae/config.json", "spatial_downsample_factors"),
+        ("vae/config.json", "decoder_num_attention_heads"),
+        ("vae/config.json", "latents_std"),
+        ("scheduler/scheduler_config.json", "base_schedule"),
+        ("model_index.json", "canvas"),
+        ("model_index.json", "_minimax_h3"),
+    ],
+)
+@pytest.mark.parametrize("value", WRONG, ids=str)
+def test_a_config_with_values_of_the_wrong_kind_is_refused_or_makes_a_spec(
+    tmp_path, file, key, value
+) -> None:
+    """Whatever stands there, it is one message or a model whose bytes can be counted, and soon."""
+    write_configs(tmp_path, CONFIG)
+    raw = json.loads((tmp_path / file).read_text())
+    raw.pop("num_tags", None)
+    (tmp_path / file).write_text(json.dumps({**raw, key: value}))
+    with suppress(WeightsError):
+        spec = make_spec("h3-image", H3Config.from_folder(tmp_path))
+        for component in COMPONENTS:
+            spec.bytes_on_device(component, Workload(512, 512, 8), Numbers("float32"))
+        assert spec.sizes.nearest(1000, 10)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("patch_size", [1, 2], "3 values"),
+        ("patch_size", [1, 2, 2.5], "must hold values like 1"),
+        ("num_layers", 10**6, "at most 1000"),
+        ("ffn_hidden_size", 2**40, "at most 2147483648"),
+        ("adaln_out_features", 7, "must be 6 . hidden_size"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_rule(key, value, said) -> None:
+    raw = {**ORIGINAL, key: value}
+    with pytest.raises(WeightsError, match=f"{key}.*{said}"):
+        DiTConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    "canvas",
+    [
+        {"multiple": 4096},
+        {"min_side": 9000},
+        {"default_width": 100},
+        {"max_pixels": 1000},
+        {"max_ratio": 0.5},
+        {"multiple": 1, "default_width": 2047},
+    ],
+)
+def test_a_canvas_block_without_a_size_that_can_be_drawn_is_refused(tmp_path: Path, canvas) -> None:
+    write_configs(tmp_path, CONFIG)
+    (tmp_path / "model_index.json").write_text(json.dumps({"canvas": canvas}))
+    with pytest.raises(WeightsError, match="block canvas"):
         H3Config.from_folder(tmp_path)
 
 

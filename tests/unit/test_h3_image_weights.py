@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from portable_dit import Engine, Request
+from portable_dit import Engine, Request, set_up
 from portable_dit.errors import PortableDitError, RecipeError, WeightsError
 from portable_dit.models.h3_image.random_checkpoint import write_random
 from portable_dit.recipe import make_recipe
@@ -152,3 +155,73 @@ def test_the_progress_line_says_how_fast_weights_are_read():
     bar.start -= 2.0
     bar.read("dit", 4_000_000_000, 66_000_000_000)
     assert progress.tasks[0].description == "loading dit: 4.0 of 66.0 GB, 2.0 GB/s"
+
+
+@pytest.fixture
+def with_heads_apart(checkpoints, tmp_path) -> Path:
+    """The original's files with the heads of the steps in a file of their own, as servers of H3 fuse them."""
+    folder = tmp_path / "apart"
+    shutil.copytree(checkpoints / "original", folder)
+    apart: dict[str, torch.Tensor] = {}
+    for file in (folder / "transformer").glob("*.safetensors"):
+        tensors = load_file(file)
+        apart |= {name: tensors.pop(name) for name in list(tensors) if ".pdd_heads." in name}
+        save_file(tensors, file)
+    for index in (folder / "transformer").glob("*.index.json"):
+        index.unlink()
+    (folder / "pdd").mkdir()
+    fused = {
+        f"video_out.{leaf}": torch.stack([apart[f"final_layer.pdd_heads.{step}.{leaf}"] for step in range(6)])
+        for leaf in ("weight", "bias")
+    }
+    save_file(fused, folder / "pdd" / "heads.safetensors")
+    (folder / "pdd" / "pdd_config.json").write_text('{"num_inference_steps": 6, "video_shift": 12.0}')
+    change_json(folder / "model_index.json", _minimax_h3={"pdd_fused_heads": "pdd/heads.safetensors"})
+    return folder
+
+
+def change_json(path: Path, **keys: object) -> None:
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **keys}))
+
+
+def test_heads_in_a_file_of_their_own_draw_the_same_picture(checkpoints, with_heads_apart):
+    assert np.array_equal(draw(checkpoints / "original"), draw(with_heads_apart))
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "said"),
+    [
+        ("pdd/pdd_config.json", {"num_inference_steps": 8}, "heads are for num_inference_steps 8"),
+        ("pdd/pdd_config.json", {"video_shift": 3.0}, "heads are for shift 3.0"),
+        ("pdd/pdd_config.json", {"sigma_max": 0.9}, "sigma_max = 0.9"),
+        ("pdd/pdd_config.json", {"video_shift": "12"}, "video_shift = '12' must be a float"),
+        (
+            "model_index.json",
+            {"_minimax_h3": {"pdd_fused_heads": "pdd/other.safetensors"}},
+            "other.safetensors: missing",
+        ),
+        (
+            "model_index.json",
+            {"_minimax_h3": {"pdd_fused_heads": "../heads.safetensors"}},
+            "inside the checkpoint",
+        ),
+        ("model_index.json", {"_minimax_h3": {"pdd_fused_heads": 7}}, "pdd_fused_heads = 7"),
+        ("model_index.json", {"_minimax_h3": [1]}, "_minimax_h3 must hold a JSON object"),
+    ],
+)
+def test_heads_for_another_schedule_or_not_there_are_refused_before_loading(
+    with_heads_apart, file, keys, said
+):
+    change_json(with_heads_apart / file, **keys)
+    with pytest.raises(WeightsError) as caught:
+        set_up(make_recipe({"model": "h3-image", "weights": str(with_heads_apart)}))
+    assert said in str(caught.value)
+
+
+def test_heads_in_two_places_are_refused(with_heads_apart):
+    (file,) = (with_heads_apart / "pdd").glob("*.safetensors")
+    shutil.copy(file, with_heads_apart / "transformer" / "heads.safetensors")
+    with pytest.raises(
+        WeightsError, match=r"heads\.safetensors: tensors that .*transformer has too:\n  video_out"
+    ):
+        draw(with_heads_apart)

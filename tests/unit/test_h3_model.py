@@ -181,7 +181,7 @@ def test_another_number_of_steps_is_refused(model: H3Image) -> None:
 
 def test_heads_that_do_not_match_the_steps_are_refused(folder: Path) -> None:
     config = replace(H3Config.from_folder(folder), scheduler=SchedulerConfig(num_inference_steps=4))
-    with pytest.raises(WeightsError, match="6 output heads for 4 steps"):
+    with pytest.raises(WeightsError, match="6 output heads .* for 4 steps"):
         build(config, {})
 
 

@@ -21,11 +21,12 @@ from portable_dit.models.h3_image.config import CanvasConfig, H3Config
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN, QwenConfig
 from portable_dit.models.h3_image.qwen_files import byte_tokenizer, write_qwen_files
 from portable_dit.models.h3_image.qwen_names import text_encoder_map
-from portable_dit.models.h3_image.qwen_tokens import QwenTokenizer, present
 from portable_dit.models.h3_image.spec import make_spec
+from portable_dit.models.h3_image.tokens import QwenTokenizer, present
 from portable_dit.models.spec import Numbers, TensorSource, Workload
 from portable_dit.quantize import quantization_report
 from portable_dit.recipe import make_recipe
+from portable_dit.request import validate_request
 
 pytest.importorskip("transformers")
 
@@ -72,8 +73,8 @@ def test_it_draws_the_same_from_the_host(
 def test_its_linears_take_a_format_of_their_own(folder: Path, expected: np.ndarray) -> None:
     with engine(folder, **{"quantization.text_encoder": "int8_row"}) as quantized:
         assert quantized.plan.formats == {"text_encoder": "int8_row", "dit": None, "vae": None}
-        assert quantized._loaded is not None
-        encoder = quantized._loaded.model.component("text_encoder")
+        assert quantized.workers.loaded is not None
+        encoder = quantized.workers.loaded.model.component("text_encoder")
         assert quantization_report(encoder).layers == 50 * 7
         pixels = quantized.generate(request()).images[0].pixels
     assert not np.array_equal(pixels, expected)
@@ -150,6 +151,16 @@ def test_a_prompt_beyond_the_encoder_and_one_of_nothing_are_refused() -> None:
         present("x" * 5000, [], tokenizer, TEXT)
     with pytest.raises(RequestError, match="holds no words"):
         present("", [], tokenizer, TEXT)
+
+
+def test_references_that_leave_no_room_for_the_prompt_are_refused_before_loading(tmp_path: Path) -> None:
+    write_qwen_files(tmp_path, TEXT)
+    spec = make_spec("h3-image", replace(H3, folder=tmp_path))
+    longest = Request("x" * TEXT.max_tokens)
+    assert validate_request(longest, spec).prompt == longest.prompt
+    picture = np.zeros((64, 96, 3), np.uint8)
+    with pytest.raises(RequestError, match=r"4,096 tokens, and [\d,]+ for 1 reference: .*leave references"):
+        validate_request(replace(longest, references=(picture,)), spec)
 
 
 def test_a_missing_or_damaged_tokenizer_is_named(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from portable_dit.errors import RecipeError, WeightsError
@@ -192,10 +194,33 @@ def test_sizes_are_read_off_a_single_file(checkpoints):
 def test_a_plan_says_that_stored_numbers_are_expanded(checkpoints):
     notes = "\n".join(read_checkpoint(checkpoints / "int8-convrot").notes)
     assert "16 layers are stored in int8 in a rotated basis; loading expands them exactly" in notes
+    assert "quantization.dit=int8_row_rotated keeps them" in notes
     notes = "\n".join(read_checkpoint(checkpoints / "fp8").notes)
     assert "24 layers are stored in fp8" in notes
     assert "quantization.dit=fp8_row keeps them" in notes
     assert "4 fixed input scales are not used" in notes
+
+
+@pytest.mark.parametrize("folder", ["transformer", "text_encoder"])
+def test_a_form_that_is_not_read_is_refused_before_loading_wherever_it_is(checkpoints, tmp_path, folder):
+    shutil.copytree(checkpoints / "original", tmp_path / "copy")
+    marker = {"layers.0.fc.comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)}
+    for index in (tmp_path / "copy" / folder).glob("*.index.json"):
+        index.unlink()
+    save_file(marker, tmp_path / "copy" / folder / "marked.safetensors")
+    with pytest.raises(WeightsError, match=r"layers\.0\.fc\.comfy_quant: format 'nvfp4' is not read"):
+        read_checkpoint(tmp_path / "copy")
+
+
+def test_a_plan_says_that_stored_numbers_of_the_text_encoder_are_expanded(checkpoints, tmp_path):
+    shutil.copytree(checkpoints / "original", tmp_path / "copy")
+    text = b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}'
+    for index in (tmp_path / "copy" / "text_encoder").glob("*.index.json"):
+        index.unlink()
+    marker = {"layers.0.fc.comfy_quant": torch.tensor(list(text), dtype=torch.uint8)}
+    save_file(marker, tmp_path / "copy" / "text_encoder" / "marked.safetensors")
+    (note,) = [n for n in read_checkpoint(tmp_path / "copy").notes if n.startswith("text_encoder: ")]
+    assert "1 layers are stored in int8 in a rotated basis; loading expands them exactly" in note
 
 
 def test_of_several_single_files_one_must_be_named(checkpoints, tmp_path):
@@ -236,6 +261,8 @@ def test_only_one_copy_of_the_weights_is_fetched_from_a_hub(checkpoints):
     diffusers = hub_files(both, dialect="diffusers")
     assert not [name for name in diffusers.names if name.startswith(("transformer/", "vae/"))]
     assert not original.elsewhere
+    apart = [*both, "pdd/heads.safetensors", "pdd/pdd_config.json", "other/heads.safetensors"]
+    assert set(hub_files(apart).names) == {*original.names, "pdd/heads.safetensors", "pdd/pdd_config.json"}
     bare = [name for name in both if not name.startswith("text_encoder")]
     assert hub_files(bare).elsewhere == {"text_encoder": ("MiniMaxAI/MiniMax-H3", "FL2VA/text_encoder")}
     with pytest.raises(WeightsError, match="no vae in the repository"):

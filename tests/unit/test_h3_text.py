@@ -11,7 +11,8 @@ from h3_tiny import TEXT, WORDS, randomize
 
 from portable_dit.errors import RequestError, WeightsError
 from portable_dit.models.h3_image.config import TextConfig
-from portable_dit.models.h3_image.text import Conditioner, MiniTextEncoder, WordPiece
+from portable_dit.models.h3_image.text import Conditioner, MiniTextEncoder
+from portable_dit.models.h3_image.tokens import WordPiece, piece_ids
 
 
 @pytest.fixture
@@ -61,11 +62,11 @@ def test_a_prompt_without_words_is_refused(folder: Path, prompt: str) -> None:
 
 
 def test_picture_labels_come_first_and_never_join_the_prompt(folder: Path) -> None:
-    with_labels = conditioner(folder, replace(TEXT, picture_labels=True, max_tokens=64))
+    labelled = replace(TEXT, picture_labels=True, max_tokens=64)
     words = WordPiece.from_folder(folder)
     expected = words.encode("<Picture 1>: ") + words.encode("<Picture 2>: ") + words.encode("a cat")
-    assert with_labels.ids("a cat", 2) == expected
-    assert conditioner(folder).ids("a cat", 2) == words.encode("a cat")
+    assert piece_ids("a cat", 2, words, labelled) == expected
+    assert piece_ids("a cat", 2, words, TEXT) == words.encode("a cat")
 
 
 def test_a_missing_word_list_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ import torch
 from plugin_shelf import BACKEND, Shelf
 
 from portable_dit.errors import BackendError
-from portable_dit.plugins import Plugins, PluginStatus, load_plugins, select_backend
+from portable_dit.plugins import (
+    Additions,
+    Plugins,
+    PluginStatus,
+    load_additions,
+    load_plugins,
+    select_backend,
+)
 
 
 def status(plugins: Plugins, name: str) -> PluginStatus:
@@ -157,8 +164,7 @@ def portable_dit_recipe_folders():
     assert [k.id for k in lists.fused["swiglu"]][-1] == "mine"
     assert [k.id for k in lists.fused["new_seam"]] == ["mine"]
     assert plugins.backends["cpu"].attention_kernel("mine").id == "mine"
-    assert plugins.families == ()
-    assert plugins.recipe_folders == (Path("/somewhere"),)
+    assert load_additions() == Additions(families=(), recipe_folders=(Path("/somewhere"),))
 
 
 def test_the_command_lists_every_plugin_as_json(shelf: Shelf) -> None:

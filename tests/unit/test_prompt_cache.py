@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from portable_dit import Engine, Request
-from portable_dit.engine import KEPT
+from portable_dit.drawing import KEPT
 from portable_dit.prompt_cache import PromptCache
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from portable_dit.errors import RequestError
 from portable_dit.models.h3_image.config import CanvasConfig, H3Config, SchedulerConfig
 from portable_dit.models.h3_image.spec import make_spec
-from portable_dit.models.spec import SizeRules
+from portable_dit.models.sizes import SizeRules
 from portable_dit.request import Request, parse_size, size_problem, validate_request
 
 CANVAS = CanvasConfig(

@@ -11,7 +11,7 @@ import pytest
 from portable_dit import Engine, load_recipe
 from portable_dit.catalog import named_recipes
 from portable_dit.errors import RecipeError
-from portable_dit.plugins import load_plugins
+from portable_dit.plugins import load_additions, load_plugins
 
 PLUGIN = """
 from pathlib import Path
@@ -108,4 +108,4 @@ def test_two_packages_cannot_bring_one_model_and_a_family_must_be_one(shelf, tin
     assert reasons["first"] is None
     assert reasons["second"] == "model 'our-mini' already belongs to family ours"
     assert reasons["third"] == "tuple is not a portable_dit.models.spec.Family"
-    assert [family.name for family in plugins.families] == ["ours"]
+    assert [family.name for family in load_additions().families] == ["ours"]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,18 +10,14 @@ from torch import nn
 
 from portable_dit.errors import WeightsError
 from portable_dit.manifest import make_manifest, read_manifest, verify
+from portable_dit.models.spec import TensorSource
 from portable_dit.safetensors_file import open_tensor_file, stored_tensors
 from portable_dit.weights import Checkpoint, fill_random, load_component
 
 
-@dataclass(frozen=True)
-class Whole:
+def whole(name: str) -> TensorSource:
     """A parameter that is stored under one name."""
-
-    names: tuple[str, ...]
-
-    def make(self, tensor):
-        return tensor
+    return TensorSource((name,), lambda tensor: tensor)
 
 
 class Small(nn.Module):
@@ -48,7 +43,7 @@ def filled() -> dict[str, torch.Tensor]:
 def load(module, folder, sources=None, unused=()):
     stored = stored_tensors(folder)
     names = {n for n in stored if not n.endswith("_scale") and n not in unused}
-    sources = sources or {name: Whole((name,)) for name in names}
+    sources = sources or {name: whole(name) for name in names}
     return load_component(
         module, stored, sources=sources, device=lambda name: "cpu", unused=unused, title="small"
     )
@@ -90,17 +85,12 @@ def test_an_eight_bit_weight_is_expanded_by_its_row_scale(tmp_path):
 
 
 def test_a_parameter_may_be_made_of_several_tensors(tmp_path):
-    @dataclass(frozen=True)
-    class Joined:
-        names: tuple[str, ...]
-
-        def make(self, *tensors):
-            return torch.cat(tensors)
-
     state = filled()
     weight = state.pop("first.weight")
     save(tmp_path, {**state, "top": weight[:1], "rest": weight[1:]})
-    sources = {name: Whole((name,)) for name in state} | {"first.weight": Joined(("top", "rest"))}
+    sources = {name: whole(name) for name in state} | {
+        "first.weight": TensorSource(("top", "rest"), lambda *tensors: torch.cat(tensors))
+    }
     module = on_meta()
     load(module, tmp_path, sources)
     assert torch.equal(module.first.weight, weight)
@@ -134,6 +124,25 @@ def test_a_scale_of_the_wrong_length_is_a_mismatch(tmp_path):
 def test_unused_tensors_are_passed_over(tmp_path):
     save(tmp_path, {**filled(), "rope.inv_freq": torch.ones(3)})
     load(on_meta(), tmp_path, unused=("rope.inv_freq",))
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300, 3.4028235677973366e38])
+def test_float64_values_that_float32_makes_infinite_are_refused_with_their_names(tmp_path, value):
+    state = {**filled(), "first.bias": torch.tensor([0.0, 1.0, value, 2.0], dtype=torch.float64)}
+    assert state["first.bias"].isfinite().all()
+    assert not state["first.bias"].float().isfinite().all()
+    save(tmp_path, state)
+    with pytest.raises(WeightsError, match=r"1 tensor holds .*beyond float32.*\n  first\.bias"):
+        load(on_meta(), tmp_path)
+
+
+def test_float64_values_that_float32_holds_are_loaded(tmp_path):
+    largest = torch.finfo(torch.float32).max
+    state = {**filled(), "first.bias": torch.tensor([largest, -largest, 0.5, 1e-50], dtype=torch.float64)}
+    save(tmp_path, state)
+    module = on_meta()
+    load(module, tmp_path)
+    assert module.first.bias.tolist() == [largest, -largest, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -316,7 +325,7 @@ def test_without_a_manifest_headers_values_and_shards_are_still_checked(folder):
     state = filled()
     state["first.bias"][0] = float("nan")
     save(folder / "transformer", state)
-    with pytest.raises(WeightsError, match=r"NaN or infinite values in first\.bias"):
+    with pytest.raises(WeightsError, match=r"NaN or infinite values, .* in first\.bias"):
         verify(folder)
 
 

@@ -80,15 +80,17 @@ class CudaBackend(Backend):
             torch.cuda.reset_peak_memory_stats(device.index)
         return peak
 
-    def limit_memory(self, device: Device, nbytes: int) -> None:
-        """From now on this process is out of memory beyond nbytes of tensors on the device."""
+    def limit_memory(self, device: Device, nbytes: int) -> bool:
+        """The context with its libraries counts as `chips.RUNTIME_BYTES`; the allocator has what is left."""
         _, total = torch.cuda.mem_get_info(device.index)
-        if not 0 < nbytes <= total:
+        least = chips.RUNTIME_BYTES
+        if not least < nbytes <= total:
             raise BackendError(
-                f"a limit of {nbytes / 2**30:.2f} GiB: must be above 0 and at most the "
-                f"{total / 2**30:.2f} GiB of {device.name}."
+                f"a limit of {nbytes / 2**30:.2f} GiB: must be above the {least / 2**30:.2f} GiB that a CUDA "
+                f"context takes, and at most the {total / 2**30:.2f} GiB of {device.name}."
             )
-        torch.cuda.set_per_process_memory_fraction(nbytes / total, device.index)
+        torch.cuda.set_per_process_memory_fraction((nbytes - least) / total, device.index)
+        return True
 
     def synchronize(self, device: Device) -> None:
         torch.cuda.synchronize(device.index)
@@ -114,6 +116,9 @@ class CudaBackend(Backend):
 
     def process_group(self, device: Device) -> dict[str, Any]:
         return {"backend": "nccl", "device_id": torch.device(device.torch_device)}
+
+    def cluster_resources(self) -> Mapping[str, float]:
+        return {"GPU": 1.0}
 
     def attention_kernels(self) -> Sequence[AttentionKernel]:
         return (

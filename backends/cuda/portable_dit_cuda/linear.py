@@ -19,11 +19,17 @@ from torch import Tensor
 from portable_dit.backend import EmulatedLinear, LinearKernel, Packed
 from portable_dit.capabilities import Capabilities, LinearRequest, Reject
 from portable_dit.formats import FORMATS, QUANTIZED, Encoded, Format, quantize_blocks
+from portable_dit.rotation import hadamard, rotate, rotated_together
+from portable_dit.scaled_products import (
+    Int8RowLinear,
+    MatrixUnitLinear,
+    ScaledRowLinear,
+    ScaledTensorLinear,
+)
 from portable_dit_cuda import fusions
 from portable_dit_cuda.chips import capability_of, refuse_library
 from portable_dit_cuda.swizzle import padded_shape, swizzle
 
-INT8_ROWS = 32  # torch._int_mm wants more than 16 rows
 DEQUANTIZE_TILE = 1024
 
 
@@ -34,119 +40,34 @@ def has_triton() -> bool:
 
 def quantize_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """x [M, K] of any float dtype -> values [M, K] and float32 scales [M, 1]."""
-    if x.is_cuda and has_triton() and x.shape[1] <= fusions.MAX_ROW:
-        return fusions.quantize_rows(x, form)
-    return quantize_blocks(x.float(), form, (1, 0))
+    if not (x.is_cuda and has_triton() and x.shape[1] <= fusions.MAX_ROW):
+        return quantize_blocks(x.float(), form, (1, 0))
+    if form.rotated:
+        # By the matrix units, rounded to the dtype of x, which is far finer than the steps that follow.
+        size = rotated_together(x.shape[1])
+        x = (x.reshape(-1, size) @ _rotation(size, x.dtype, x.device)).view(x.shape)
+    return fusions.quantize_rows(x, form)
 
 
-class MatrixUnitLinear(LinearKernel):
-    """What the native kernels share. multiple: of K and N, which the matrix units ask for."""
+@cache
+def _rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return hadamard(size, dtype=dtype, device=device)
 
-    quantizes_input = True
-    dtypes: frozenset[str] = frozenset({"bfloat16"})
-    multiple: tuple[int, int] = (16, 16)
 
-    def refuse(self, request: LinearRequest, capabilities: Capabilities) -> Reject | None:
-        name = self.format.name
-        if name not in capabilities.native_formats:
-            arch = capabilities.device.arch
-            return Reject(
-                "arch", f"{arch} or this build of torch does not multiply {name} in its matrix units"
-            )
-        if request.dtype not in self.dtypes:
-            return Reject("dtype", f"takes {', '.join(sorted(self.dtypes))}, not {request.dtype}")
-        for what, size, of in (
-            ("in_features", request.in_features, self.multiple[0]),
-            ("out_features", request.out_features, self.multiple[1]),
-        ):
-            if size % of:
-                return Reject(what, f"{size} {what.replace('_', ' ')} are no multiple of {of}")
-        return None
-
-    def apply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        values, scales = self.quantize_input(x)
-        return self.apply_quantized(values, scales, packed, bias, x.dtype)
+class InOneRead(MatrixUnitLinear):
+    """Kernels whose input has one scale a row."""
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] as values [M, K] and scales in the layout that `apply_quantized` takes."""
         return quantize_rows(x, self.format)
 
-    def apply_quantized(
-        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """[M, N] in dtype; scales as `quantize_input` gives them."""
-        raise AssertionError("each kernel has its own")
 
-
-def _scaled_mm(
-    values: Tensor,
-    scales: Tensor,
-    packed: Packed,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    recipe: F.ScalingType,
-    *,
-    fast: bool,
-) -> Tensor:
-    """torch's scaled product of [M, K] values and packed [N, K] weights under one recipe: [M, N]."""
-    return F.scaled_mm(
-        values,
-        packed["values"].t(),
-        scale_a=scales,
-        scale_recipe_a=recipe,
-        scale_b=packed["scales"],
-        scale_recipe_b=recipe,
-        bias=bias,
-        output_dtype=dtype,
-        use_fast_accum=fast,
-    )
-
-
-class Fp8RowLinear(MatrixUnitLinear):
-    """e4m3 with a scale for each input row and each output channel.
-
-    fast_accumulation: sums stay in the matrix unit's own registers, of fewer bits, and only the end result is
-    float32. Faster on compute capability 8.9 and 9.0; its error is far below that of the format.
+class Fp8RowLinear(InOneRead, ScaledRowLinear):
+    """fast_accumulation: sums stay in the matrix unit's own registers, of fewer bits, and only the end result
+    is float32. Faster on compute capability 8.9 and 9.0; its error is far below that of the format.
     """
 
-    takes_quantized = True
-
     def __init__(self, id: str = "scaled_mm", *, fast_accumulation: bool = True) -> None:
-        super().__init__("fp8_row", id)
-        self._fast = fast_accumulation
-
-    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
-        assert weight.scales is not None
-        return {"values": weight.values, "scales": weight.scales.reshape(1, -1)}  # [1, N]
-
-    def apply_quantized(
-        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        by_row = F.ScalingType.RowWise
-        return _scaled_mm(values, scales, packed, bias, dtype, by_row, fast=self._fast)
-
-
-class Fp8TensorLinear(MatrixUnitLinear):
-    """e4m3 with one scale for all of the input and one for the weight. A row depends on its batch mates."""
-
-    dtypes = frozenset({"bfloat16", "float16"})
-
-    def __init__(self) -> None:
-        super().__init__("fp8_tensor", "scaled_mm")
-
-    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
-        assert weight.scales is not None
-        return {"values": weight.values, "scales": weight.scales.reshape(1)}
-
-    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scales = quantize_blocks(x.float(), self.format, (0, 0))
-        return values, scales.reshape(1)
-
-    def apply_quantized(
-        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        whole = F.ScalingType.TensorWise
-        return _scaled_mm(values, scales, packed, bias, dtype, whole, fast=True)
+        super().__init__(id, fast_accumulation=fast_accumulation)
 
 
 class Fp8Block128Linear(MatrixUnitLinear):
@@ -233,41 +154,20 @@ class Mxfp8Linear(MatrixUnitLinear):
         return out if bias is None else out + bias
 
 
-class Int8RowLinear(MatrixUnitLinear):
-    """int8 with a scale for each input row and each output channel, summed in int32."""
+class Int8Linear(InOneRead, Int8RowLinear):
+    """The sums are scaled in one pass where Triton is installed."""
 
-    takes_quantized = True
-    dtypes = frozenset({"bfloat16", "float16"})
-    multiple = (16, 16)
-
-    def __init__(self) -> None:
-        super().__init__("int8_row", "int8_mm")
-
-    def refuse(self, request: LinearRequest, capabilities: Capabilities) -> Reject | None:
-        if request.in_features * 127 * 127 >= 1 << 31:
-            return Reject("in_features", f"{request.in_features} products of 127 x 127 overflow int32 sums")
-        return super().refuse(request, capabilities)
-
-    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
-        assert weight.scales is not None
-        return {"values": weight.values, "scales": weight.scales.reshape(1, -1)}  # [1, N]
-
-    def apply_quantized(
-        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    def scale(
+        self, sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        rows = values.shape[0]
-        if rows < INT8_ROWS:
-            values = F.pad(values, (0, 0, 0, INT8_ROWS - rows))
-        sums = torch._int_mm(values, packed["values"].t())[:rows]  # [M, N] int32
         if not (sums.is_cuda and has_triton()):
-            out = sums.float().mul_(scales).mul_(packed["scales"])
-            return (out if bias is None else out.add_(bias)).to(dtype)
+            return super().scale(sums, rows, columns, bias, dtype)
         out = torch.empty(sums.shape, dtype=dtype, device=sums.device)
-        width = sums.shape[1]
-        fusions.kernels().scale_sums[(rows, -(-width // DEQUANTIZE_TILE))](
+        height, width = sums.shape
+        fusions.kernels().scale_sums[(height, -(-width // DEQUANTIZE_TILE))](
             sums,
-            scales,
-            packed["scales"],
+            rows,
+            columns,
             sums if bias is None else bias,
             out,
             width,
@@ -297,7 +197,8 @@ class DequantizedLinear(LinearKernel):
     def weight(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         """[N, K] in dtype; products in float32, rounded once."""
         values, scales = packed["values"], packed["scales"]
-        out = torch.empty(values.shape, dtype=dtype, device=values.device)
+        exact = torch.float32 if self.format.rotated else dtype
+        out = torch.empty(values.shape, dtype=exact, device=values.device)
         byte_scales = scales.dtype is torch.float8_e8m0fnu
         block_rows, block_columns = self.format.block
         grid = (values.shape[0], -(-values.shape[1] // DEQUANTIZE_TILE))
@@ -312,6 +213,8 @@ class DequantizedLinear(LinearKernel):
             IS_E8M0=byte_scales,
             BLOCK=DEQUANTIZE_TILE,
         )
+        if self.format.rotated:
+            return rotate(out, rotated_together(out.shape[1])).to(dtype)
         return out
 
 
@@ -333,10 +236,11 @@ def linear_kernels() -> dict[str, tuple[LinearKernel, ...]]:
     """All kernels by format, best first. The emulation comes last: it is for trying a format by name."""
     native: dict[str, tuple[LinearKernel, ...]] = {
         "fp8_row": (Fp8RowLinear(), Fp8RowLinear("scaled_mm_float32_sums", fast_accumulation=False)),
-        "fp8_tensor": (Fp8TensorLinear(),),
+        "fp8_tensor": (ScaledTensorLinear(fast_accumulation=True),),
         "fp8_block128": (Fp8Block128Linear(),),
         "mxfp8": (Mxfp8Linear(),),
-        "int8_row": (Int8RowLinear(),),
+        "int8_row": (Int8Linear(),),
+        "int8_row_rotated": (Int8Linear("int8_row_rotated"),),
     }
     return {
         name: (

@@ -40,6 +40,7 @@ PRODUCTS = {
     "fc1": (WIDTH, 2 * FFN),
     "fc2": (FFN, WIDTH),
 }
+BLOCK_FORMATS = ("fp8_row", "int8_row", "int8_row_rotated")
 PAIRS = 3 * CONFIG.rope_inv_freq_len
 PLAIN = {
     "norm_modulate": ops.norm_modulate,
@@ -155,17 +156,17 @@ def ceilings(length: int) -> dict[str, float]:
     q, k, v = torch.randn(3, 1, length, CONFIG.num_attention_heads, 128, device="cuda", dtype=torch.bfloat16)
     kernel = next(k for k in serving(length) if k.exact)
     found = dict.fromkeys(
-        ("bfloat16", "fp8_row", "int8_row"),
+        ("bfloat16", *BLOCK_FORMATS),
         milliseconds(lambda: kernel.run(q, k, v, NO_MASK, scale=128**-0.5)),
     )
     for inputs, outputs in PRODUCTS.values():
         x = torch.randn(length, inputs, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * inputs**-0.5
         found["bfloat16"] += milliseconds(lambda x=x, w=weight: F.linear(x, w))
-        for format in ("fp8_row", "int8_row"):
+        for format in BLOCK_FORMATS:
             product = BACKEND.linear_kernels()[format][0]
             packed = product.pack(encode(weight, format), torch.bfloat16)
-            values, scales = fusions.quantize_rows(x, FORMATS[format])
+            values, scales = product.quantize_input(x)
             found[format] += milliseconds(
                 lambda p=product, v=values, s=scales, w=packed: p.apply_quantized(
                     v, s, w, None, torch.bfloat16
@@ -188,6 +189,7 @@ def blocks(report: Report, rows: list[int]) -> None:
             ("fp8_row, fused", "fp8_row", {"hand_over": False}),
             ("fp8_row, fused, handed over", "fp8_row", {}),
             ("int8_row, fused, handed over", "int8_row", {}),
+            ("int8_row_rotated, fused", "int8_row_rotated", {}),
         )
         outputs: dict[str, Tensor] = {}
         for name, format, options in variants:
@@ -204,7 +206,7 @@ def blocks(report: Report, rows: list[int]) -> None:
                         report.measured(f"block {length} {name}, graph", f"{ms:.2f} ms", ms=ms)
             del modules
             gc.collect()
-        for name in ("fp8_row, fused, handed over", "int8_row, fused, handed over"):
+        for name in (name for name, format, _ in variants if format and "fused" in name):
             branch = (outputs[name] - outputs["bfloat16, fused"]).float().norm()
             change = (outputs["bfloat16, fused"] - x).float().norm()
             report.measured(f"branch error {length} {name}", f"{(branch / change).item():.4f}")

@@ -139,6 +139,7 @@ def bits(report: Report) -> None:
             f"rows in {name}", _same(got[0], wanted[0]) and _same(got[1], wanted[1]), _differ(got, wanted)
         )
         _producers(report, name)
+    _at_full_size(report)
     got = products.quantize_blocks_of_32(x, FORMATS["mxfp8"])
     wanted = quantize_blocks(x.float(), FORMATS["mxfp8"], (1, 32))
     wanted = wanted[0], swizzle(wanted[1])
@@ -171,6 +172,28 @@ def _producers(report: Report, name: str) -> None:
         _same(rows.values, wanted[0]) and _same(rows.scales, wanted[1]),
         _differ((rows.values, rows.scales), wanted),
     )
+
+
+def _at_full_size(report: Report) -> None:
+    """A producer that quantises against itself and `quantize_rows` after it, at a block's own sizes."""
+    from device_bench import seam_arguments
+
+    arguments = seam_arguments(4416)
+    pairs = {
+        "norm_modulate": (fusions.norm_modulate, fusions.norm_modulate_quantized),
+        "swiglu": (fusions.swiglu, fusions.swiglu_quantized),
+    }
+    for name, (plain, quantized) in pairs.items():
+        given = arguments[name][0]
+        for format in fusions.ROW_FORMATS:
+            form = FORMATS[format]
+            rows = quantized(*given, form=form)
+            wanted = fusions.quantize_rows(plain(*given).flatten(0, 1), form)
+            report.check(
+                f"{name} to {format}, full size",
+                _same(rows.values, wanted[0]) and _same(rows.scales, wanted[1]),
+                _differ((rows.values, rows.scales), wanted),
+            )
 
 
 def graphs(report: Report) -> None:

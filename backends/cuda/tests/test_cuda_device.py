@@ -15,6 +15,9 @@ from portable_dit_cuda import CudaBackend, chips, device
 from portable_dit_cuda.device import Board, visible
 from vendor_stand_ins import SIGNATURES, build
 
+from portable_dit.capabilities import Device
+from portable_dit.errors import BackendError
+
 PACKAGE = Path(__file__).parents[1]
 without_device = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a device")
 
@@ -137,3 +140,18 @@ def test_what_torch_has_here_takes_the_arguments_that_were_recorded():
         assert [n for n in here if n in recorded] == list(recorded), name
         added = [p for n, p in here.items() if n not in recorded and n != "self"]
         assert all(p.default is not p.empty for p in added)
+
+
+def test_a_memory_limit_leaves_the_allocator_what_the_context_does_not_take(monkeypatch):
+    total = 80 << 30
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (total, total))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, index: shares.append(share)
+    )
+    board = Device("cuda", 0, "cuda:0", "NVIDIA H100", "sm_90", total, None)
+    assert CudaBackend().limit_memory(board, 24 << 30)
+    assert shares[0] * total == pytest.approx((24 << 30) - chips.RUNTIME_BYTES)
+    for refused in (chips.RUNTIME_BYTES, total + 1):
+        with pytest.raises(BackendError, match="must be above"):
+            CudaBackend().limit_memory(board, refused)

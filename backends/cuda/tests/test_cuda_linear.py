@@ -10,9 +10,7 @@ from portable_dit_cuda.linear import (
     DequantizedLinear,
     Fp8Block128Linear,
     Fp8RowLinear,
-    Fp8TensorLinear,
-    Int8RowLinear,
-    MatrixUnitLinear,
+    Int8Linear,
     Mxfp8Linear,
     linear_kernels,
 )
@@ -23,14 +21,17 @@ from portable_dit.capabilities import LinearRequest
 from portable_dit.conformance.linear import check_linear
 from portable_dit.cpu import CpuBackend
 from portable_dit.formats import QUANTIZED, Encoded, decode, encode, quantize_blocks
+from portable_dit.scaled_products import MatrixUnitLinear, ScaledTensorLinear
 
 CPU = CpuBackend()
 HOST = CPU.devices()[0]
-SCALED = (Fp8RowLinear(), Fp8TensorLinear(), Fp8Block128Linear(), Mxfp8Linear())
+SCALED = (Fp8RowLinear(), ScaledTensorLinear(), Fp8Block128Linear(), Mxfp8Linear())
 
 
 @pytest.mark.parametrize(
-    "kernel", [Fp8RowLinear(), Fp8TensorLinear(), Int8RowLinear()], ids=lambda k: k.format.name
+    "kernel",
+    [Fp8RowLinear(), ScaledTensorLinear(), Int8Linear(), Int8Linear("int8_row_rotated")],
+    ids=lambda k: k.format.name,
 )
 def test_products_that_the_cpu_has_pass_conformance(kernel, machine):
     found = check_linear(kernel, CPU, HOST, machine("h200"), "bfloat16")
@@ -143,7 +144,7 @@ def test_packed_mxfp8_weights_stand_for_the_stored_ones():
         (Fp8Block128Linear(), "h200", ("fp8_block128", "bfloat16", 64, 512, 576), "out_features"),
         (Fp8RowLinear(), "h200", ("fp8_tensor", "bfloat16", 64, 512, 512), "format"),
         (DequantizedLinear("mxfp8"), "h200", ("mxfp8", "bfloat16", 64, 512, 512), "library"),
-        (Int8RowLinear(), "h200", ("int8_row", "bfloat16", 64, 1 << 18, 512), "in_features"),
+        (Int8Linear(), "h200", ("int8_row", "bfloat16", 64, 1 << 18, 512), "in_features"),
     ],
 )
 def test_a_kernel_refuses_with_the_reason(kernel, on, request_, code, machine):

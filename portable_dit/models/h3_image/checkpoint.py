@@ -21,6 +21,7 @@ from torch import Tensor
 
 from portable_dit.errors import WeightsError
 from portable_dit.models.h3_image.config import DiTConfig, H3Config, VAEConfig
+from portable_dit.models.h3_image.diffusers_names import DIT_NAMES, VAE_NAMES, Names
 from portable_dit.models.h3_image.quantized import plain_sources
 from portable_dit.models.h3_image.qwen_config import QwenConfig
 from portable_dit.models.h3_image.qwen_names import text_encoder_map
@@ -110,33 +111,6 @@ def _join(
     return TensorSource(names, make, by_rows=by_rows and all(source.by_rows for source in sources))
 
 
-# Each table: pattern in diffusers' name -> ours, tried in order, the first match of a name wins for that
-# part.
-_DIT_NAMES = (
-    (r"^proj_in\.", "video_patch_proj."),
-    (r"^context_embedder\.", "condition_proj."),
-    (r"^time_embedder\.linear_1\.", "time_embedder.proj_in."),
-    (r"^time_embedder\.linear_2\.", "time_embedder.proj_out."),
-    (r"^time_embedder\.table$", "adaln_t_table"),
-    (r"^token_refiner\.refiner_blocks\.", "token_refiner.blocks."),
-    (r"^transformer_blocks\.", "blocks."),
-    (r"^norm_out\.norm\.", "final_layer.norm."),
-    (r"^norm_out\.linear\.", "final_layer.adaln_proj.linear."),
-    (r"^proj_out\.", "final_layer.video_out."),
-    (r"\.attn\.norm_(q|k)\.", r".attn.\1_norm."),
-    (r"\.attn\.to_out\.0\.", ".attn.out_proj."),
-    (r"\.ff\.net\.0\.proj\.", ".mlp.fc1."),
-    (r"\.ff\.net\.2\.", ".mlp.fc2."),
-)
-_VAE_NAMES = (
-    (r"^encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.", r"encoder.down.\1.block.\2."),
-    (r"\.conv_shortcut\.", ".nin_shortcut."),
-    (r"^encoder\.down_blocks\.(\d+)\.downsamplers\.0\.", r"encoder.down.\1.downsample."),
-    (r"^decoder\.proj_in\.", "decoder.x_embedder."),
-    (r"\.attn\.to_out\.0\.", ".attn.to_out."),
-    (r"\.ff\.net\.0\.proj\.", ".ff.w1."),
-    (r"\.ff\.net\.2\.", ".ff.w2."),
-)
 _SPLIT_QKV = re.compile(r"\.attn\.to_(q|k|v)\.")
 _DIT_KNOWN = re.compile(
     r"^(video_patch_proj|condition_proj|time_embedder|token_refiner|blocks|final_layer\.(norm|adaln_proj|video_out))\."
@@ -145,25 +119,17 @@ _DIT_UNUSED = re.compile(r"^(rope\.inv_freq|audio_\w+\..*|final_layer\.audio_out
 _VAE_UNUSED = re.compile(r"^decoder\.mask_token$")
 
 
-def _renamed(name: str, table: tuple[tuple[str, str], ...]) -> str:
-    for pattern, ours in table:
-        name = re.sub(pattern, ours, name)
-    return name
-
-
-def _from_diffusers(
-    stored: Mapping[str, TensorSource], table: tuple[tuple[str, str], ...], *, fused: str, gated: str
-) -> dict[str, TensorSource]:
-    """Our names for diffusers': queries, keys and values joined as `fused`, halves of `gated` exchanged."""
+def _from_diffusers(stored: Mapping[str, TensorSource], names: Names) -> dict[str, TensorSource]:
+    """Our names for diffusers': queries, keys and values joined, halves of gated layers exchanged."""
     sources: dict[str, TensorSource] = {}
     split: dict[str, dict[str, TensorSource]] = {}
     for name, source in stored.items():
         part = _SPLIT_QKV.search(name)
-        ours = _renamed(_SPLIT_QKV.sub(f".attn.{fused}.", name), table)
+        ours = names.ours(_SPLIT_QKV.sub(f".{names.fused}.", name))
         if part:
             split.setdefault(ours, {})[part[1]] = source
         else:
-            sources[ours] = _then(source, swap_halves, by_rows=True) if f".{gated}." in ours else source
+            sources[ours] = _then(source, swap_halves, by_rows=True) if f".{names.gated}." in ours else source
     for ours, parts in split.items():
         if parts.keys() == {"q", "k", "v"}:
             sources[ours] = _join([parts["q"], parts["k"], parts["v"]], torch.cat, by_rows=True)
@@ -174,18 +140,13 @@ def _dit_map(stored: Mapping[str, TensorSource], shapes: Shapes, config: DiTConf
     unused = frozenset(name for name in shapes if _DIT_UNUSED.match(name))
     used = {name: source for name, source in stored.items() if name not in unused}
     if any(name.startswith("transformer_blocks.") for name in used):
-        sources = _from_diffusers(used, _DIT_NAMES, fused="qkv_proj", gated="mlp.fc1")
+        sources = _from_diffusers(used, DIT_NAMES)
     else:
         sources = dict(used)
         # Files with the modulation as a curve come from ComfyUI, which stacks the rows under the original
         # name.
         if config.qkv_rows == "interleaved" and "adaln_t_table" not in shapes:
-            for name in [name for name in sources if name.endswith(".attn.qkv_proj.weight")]:
-                sources[name] = _then(
-                    sources[name],
-                    lambda rows: stack_qkv_rows(rows, config.num_attention_heads),
-                    by_rows=True,
-                )
+            sources |= _stacked(sources, DIT_NAMES.fused, config.num_attention_heads)
     return TensorMap(_with_heads(sources, shapes, config), unused)
 
 
@@ -193,20 +154,24 @@ def _vae_map(stored: Mapping[str, TensorSource], shapes: Shapes, config: VAEConf
     unused = frozenset(name for name in shapes if _VAE_UNUSED.match(name))
     used = {name: source for name, source in stored.items() if name not in unused}
     if any(name.startswith("encoder.down_blocks.") for name in used):
-        sources = _from_diffusers(used, _VAE_NAMES, fused="to_qkv", gated="ff.w1")
+        sources = _from_diffusers(used, VAE_NAMES)
     else:
         sources = dict(used)
         if config.qkv_rows == "interleaved":
-            for name in [name for name in sources if ".attn.to_qkv." in name]:
-                sources[name] = _then(
-                    sources[name],
-                    lambda rows: stack_qkv_rows(rows, config.decoder_num_attention_heads),
-                    by_rows=True,
-                )
+            sources |= _stacked(sources, VAE_NAMES.fused, config.decoder_num_attention_heads)
     for name, source in sources.items():
         if len(shapes[source.names[0]]) == 5:
             sources[name] = _then(source, last_tap)
     return TensorMap(sources, unused)
+
+
+def _stacked(sources: Mapping[str, TensorSource], layer: str, heads: int) -> dict[str, TensorSource]:
+    """The fused layers of that name, their rows in order: all queries, all keys, all values."""
+    fused = {name: source for name, source in sources.items() if f".{layer}." in name}
+    return {
+        name: _then(source, lambda rows: stack_qkv_rows(rows, heads), by_rows=True)
+        for name, source in fused.items()
+    }
 
 
 def _with_heads(

@@ -9,12 +9,20 @@ and diffusers'.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from portable_dit.errors import WeightsError, near
-from portable_dit.models.h3_image.config_json import plain, read_config, read_json
+from portable_dit.models.h3_image.buildable import require_buildable
+from portable_dit.models.h3_image.config_json import (
+    inner_object,
+    plain,
+    read_config,
+    read_json,
+    whole_number,
+)
+from portable_dit.models.h3_image.private_block import read_private_block
 from portable_dit.models.h3_image.qwen_config import QwenConfig, is_qwen
 
 REFERENCE_RULES = ("area", "short_edge", "fit", "canvas")
@@ -90,12 +98,22 @@ class DiTConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DiTConfig:
-        known = dict(raw)
-        if "adaln_out_features" in raw and "hidden_size" in raw:
-            known.setdefault("num_tags", raw["adaln_out_features"] // (6 * raw["hidden_size"]))
-        return read_config(
-            cls, known, _DIT_SPELLINGS, unpublished=("pdd_heads",), where="transformer/config.json"
-        )
+        where = "transformer/config.json"
+        config = read_config(cls, raw, _DIT_SPELLINGS, unpublished=("pdd_heads",), where=where)
+        outputs = whole_number(raw, "adaln_out_features", where)
+        if outputs is not None and "num_tags" not in raw:
+            config = replace(config, num_tags=outputs // (6 * config.hidden_size))
+        if outputs is not None and outputs != 6 * config.num_tags * config.hidden_size:
+            raise WeightsError(
+                f"{where}: adaln_out_features = {outputs} must be 6 * hidden_size for each of one or more "
+                "kinds of rows. Restore the file from the checkpoint."
+            )
+        if config.patch_size != cls.patch_size:
+            raise WeightsError(
+                f"{where}: patch_size = {list(config.patch_size)}: only {list(cls.patch_size)} is read. "
+                "Use a checkpoint of MiniMax-H3-Image."
+            )
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         return plain(self)
@@ -148,12 +166,10 @@ class VAEConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> VAEConfig:
-        known = dict(raw)
-        heads = raw.get("decoder_num_attention_heads", cls.decoder_num_attention_heads)
-        head_dim = raw.get("decoder_attention_head_dim", cls.decoder_attention_head_dim)
-        known.setdefault("decoder_hidden_size", heads * head_dim)
-        if "spatial_downsample_factors" in raw:
-            known.setdefault("downsample_stages", sum(f == 2 for f in raw["spatial_downsample_factors"]))
+        where, known = "vae/config.json", dict(raw)
+        factors = raw.get("spatial_downsample_factors")
+        if isinstance(factors, list):
+            known.setdefault("downsample_stages", factors.count(2))
         guesses = (
             "latents_mean",
             "latents_std",
@@ -163,7 +179,10 @@ class VAEConfig:
             "rope_ratio",
             "rope_axes",
         )
-        config = read_config(cls, known, _VAE_SPELLINGS, unpublished=guesses, where="vae/config.json")
+        config = read_config(cls, known, _VAE_SPELLINGS, unpublished=guesses, where=where)
+        if "decoder_hidden_size" not in raw:
+            width = config.decoder_num_attention_heads * config.decoder_attention_head_dim
+            config = replace(config, decoder_hidden_size=width)
         for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
             if len(values) != config.latent_channels:
                 raise WeightsError(
@@ -274,6 +293,7 @@ class CanvasConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> CanvasConfig:
+        """From the block; the published sizes when it is empty."""
         if not raw:
             return PUBLISHED_CANVAS
         return read_config(cls, raw, {}, unpublished=(), where="model_index.json, block canvas")
@@ -290,7 +310,8 @@ PUBLISHED_CANVAS = CanvasConfig(small_pixels=1024 * 1024 * 5 // 4)
 class H3Config:
     """All components of one checkpoint. folder: where it lies, for what is no tensor (the word list).
 
-    places: component -> the folder or file of its tensors, where that is not the usual folder.
+    places: component -> the folder or file of its tensors, where that is not the usual folder. heads: the
+    file of the steps' output heads, where they are not among the transformer's tensors.
     """
 
     dit: DiTConfig = field(default_factory=DiTConfig)
@@ -300,6 +321,7 @@ class H3Config:
     canvas: CanvasConfig = PUBLISHED_CANVAS
     folder: Path | None = None
     places: Mapping[str, Path] = field(default_factory=dict)
+    heads: Path | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -318,34 +340,30 @@ class H3Config:
         """The configs of a checkpoint folder laid out as model_index.json + one folder for each component.
 
         dit, vae: configs that were read elsewhere. places: where components lie, when not in these folders.
-        Raises WeightsError when a config is missing or is not JSON.
+        Raises WeightsError when a config is missing, holds wrong values, or does not fit the others.
         """
         root, places = Path(path), dict(places or {})
         index = _index(root)
-        private = index.get("_minimax_h3", {})
-        scheduler = dict(read_json(root / "scheduler" / "scheduler_config.json", required=False))
-        if "video" in private.get("sigma_shift_scales", {}):
-            scheduler.setdefault("shift", private["sigma_shift_scales"]["video"])
-        if "base_schedule" in private:
-            scheduler.setdefault("base_schedule", private["base_schedule"])
+        own = read_json(root / "scheduler" / "scheduler_config.json", required=False)
+        private = read_private_block(root, index, own)
+        scheduler = SchedulerConfig.from_dict({**private.schedule, **own})
         dit = dit or DiTConfig.from_dict(read_json(root / "transformer" / "config.json"))
+        if private.heads is not None:
+            dit = replace(dit, pdd_heads=scheduler.num_inference_steps)
         text = places.get("text_encoder", root / "text_encoder")
         # A text encoder of another checkpoint brings its own tokenizer, if that lies beside it.
-        own = any((text.parent / name).is_dir() for name in ("tokenizer", "processor"))
+        brings = any((text.parent / name).is_dir() for name in ("tokenizer", "processor"))
         config = cls(
             dit=dit,
             vae=vae or VAEConfig.from_dict(read_json(root / "vae" / "config.json")),
             text=_text_config(text, root),
-            scheduler=SchedulerConfig.from_dict(scheduler),
-            canvas=CanvasConfig.from_dict(index.get("canvas", {})),
-            folder=text.parent if own else root,
+            scheduler=scheduler,
+            canvas=CanvasConfig.from_dict(inner_object(index, "canvas", "model_index.json")),
+            folder=text.parent if brings else root,
             places=places,
+            heads=private.heads,
         )
-        if config.text.hidden_size != dit.text_dim:
-            raise WeightsError(
-                f"{root}: the text encoder gives states of width {config.text.hidden_size}, the transformer "
-                f"takes {dit.text_dim}: they must be equal. Check both config.json files."
-            )
+        require_buildable(config)
         return config
 
 
@@ -370,16 +388,15 @@ def _text_config(text: Path, root: Path) -> TextConfig | QwenConfig:
     return QwenConfig.from_dict(raw, next((processor for processor in found if processor), None))
 
 
-_DIT_SPELLINGS = {
+DIFFUSERS_SPELLINGS = {
     "num_refiner_layers": "token_refiner_num_layers",
     "ffn_dim": "ffn_hidden_size",
     "in_channels": "latents_dim",
     "freq_dim": "timestep_input_dim",
     "time_embed_hidden_dim": "time_embed_hidden_size",
     "rope_freq_dim": "rope_inv_freq_len",
-    "num_pdd_heads": "pdd_heads",
-    "pdd_num_heads": "pdd_heads",
 }
+_DIT_SPELLINGS = {**DIFFUSERS_SPELLINGS, "num_pdd_heads": "pdd_heads", "pdd_num_heads": "pdd_heads"}
 _VAE_SPELLINGS = {
     "vae_tile_size": "tile_size",
     "vae_tile_overlap_min": "tile_overlap",

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from portable_dit.models.h3_image.config import DiTConfig, TextConfig, VAEConfig
 from portable_dit.models.h3_image.qwen_config import QwenConfig, VisionConfig
-from portable_dit.models.h3_image.tiling import batch_size, tile_axis
+from portable_dit.models.spec import batch_size
+from portable_dit.models.tiling import tile_axis
 
 # What a convolution of equal width takes at its peak, in units of its input: the input, its padded copy, the
 # result, the blocked layouts of both that CPU libraries make, and the activation before it.
@@ -151,6 +152,12 @@ def _tiles(c: VAEConfig, width: int, height: int) -> tuple[int, int]:
         tile_axis(side, tile=c.tile_size, overlap=c.tile_overlap, step=c.ratio) for side in (height, width)
     )
     return len(rows.starts) * len(columns.starts), rows.size * columns.size
+
+
+def decode_tokens(c: VAEConfig, *, width: int, height: int) -> tuple[int, int]:
+    """(tokens of a tile, number of tiles) of the decoder."""
+    count, pixels = _tiles(c, width, height)
+    return pixels // c.ratio**2 + c.decoder_num_register_tokens + 1, count
 
 
 def decode_live_bytes(c: VAEConfig, *, width: int, height: int, itemsize: int, tile_batch: int) -> int:

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from portable_dit.models.h3_image.checkpoint import interleave_qkv_rows, swap_halves
-from portable_dit.models.h3_image.config import DiTConfig, VAEConfig
-from portable_dit.models.h3_image.quantized import FP8, INT8, MARKER, W4A8, rotate
+from portable_dit.models.h3_image.config import DIFFUSERS_SPELLINGS, DiTConfig, VAEConfig
+from portable_dit.models.h3_image.diffusers_names import DIT_NAMES, VAE_NAMES, Names
+from portable_dit.models.h3_image.markers import FP8, INT8, MARKER, W4A8
+from portable_dit.models.h3_image.quantized import rotate_weight
 
 Laid = dict[str, Tensor]  # stored name -> tensor
 
@@ -28,38 +30,6 @@ W4A8_LEVELS = (
     -0.980602, -0.794529, -0.638165, -0.500986, -0.377321, -0.263187, -0.155210, -0.050720,
     0.052541, 0.156985, 0.265284, 0.379533, 0.502636, 0.638953, 0.794876, 0.980671,
 )  # fmt: skip
-_DIT_NAMES = (
-    (r"^video_patch_proj\.", "proj_in."),
-    (r"^condition_proj\.", "context_embedder."),
-    (r"^time_embedder\.proj_in\.", "time_embedder.linear_1."),
-    (r"^time_embedder\.proj_out\.", "time_embedder.linear_2."),
-    (r"^adaln_t_table$", "time_embedder.table"),
-    (r"^token_refiner\.blocks\.", "token_refiner.refiner_blocks."),
-    (r"^blocks\.", "transformer_blocks."),
-    (r"^final_layer\.norm\.", "norm_out.norm."),
-    (r"^final_layer\.adaln_proj\.linear\.", "norm_out.linear."),
-    (r"\.attn\.(q|k)_norm\.", r".attn.norm_\1."),
-    (r"\.attn\.out_proj\.", ".attn.to_out.0."),
-    (r"\.mlp\.fc1\.", ".ff.net.0.proj."),
-    (r"\.mlp\.fc2\.", ".ff.net.2."),
-)
-_VAE_NAMES = (
-    (r"^encoder\.down\.(\d+)\.block\.(\d+)\.", r"encoder.down_blocks.\1.resnets.\2."),
-    (r"\.nin_shortcut\.", ".conv_shortcut."),
-    (r"^encoder\.down\.(\d+)\.downsample\.", r"encoder.down_blocks.\1.downsamplers.0."),
-    (r"^decoder\.x_embedder\.", "decoder.proj_in."),
-    (r"\.attn\.to_out\.", ".attn.to_out.0."),
-    (r"\.ff\.w1\.", ".ff.net.0.proj."),
-    (r"\.ff\.w2\.", ".ff.net.2."),
-)
-_DIT_SPELLINGS = {
-    "token_refiner_num_layers": "num_refiner_layers",
-    "ffn_hidden_size": "ffn_dim",
-    "latents_dim": "in_channels",
-    "timestep_input_dim": "freq_dim",
-    "time_embed_hidden_size": "time_embed_hidden_dim",
-    "rope_inv_freq_len": "rope_freq_dim",
-}
 _OWN_KEYS = ("qkv_rows", "adaln_form", "curve_dim", "curve_grid", "num_tags")
 
 
@@ -101,7 +71,8 @@ class Dialect:
         """The transformer's config.json, in the spelling of this dialect."""
         values = {k: v for k, v in config.to_dict().items() if k not in _OWN_KEYS}
         if self.diffusers:
-            values = {_DIT_SPELLINGS.get(key, key): value for key, value in values.items()}
+            theirs = {ours: name for name, ours in DIFFUSERS_SPELLINGS.items()}
+            values = {theirs.get(key, key): value for key, value in values.items()}
             return {"_class_name": "MiniMaxH3Transformer3DModel", **values}
         width = config.hidden_size
         outputs = {
@@ -146,7 +117,7 @@ def lay_out_dit(name: str, tensor: Tensor, config: DiTConfig, dialect: Dialect) 
     if name.startswith("final_layer.heads."):
         return _lay_out_heads(name.rpartition(".")[2], tensor, dialect)
     if dialect.diffusers:
-        parts = _split(name, tensor, ".attn.qkv_proj.", ".mlp.fc1.", _DIT_NAMES)
+        parts = _split(name, tensor, DIT_NAMES)
     elif name.endswith(".attn.qkv_proj.weight") and dialect.dit_file is None:
         parts = {name: interleave_qkv_rows(tensor, config.num_attention_heads)}
     else:
@@ -165,28 +136,23 @@ def lay_out_vae(name: str, tensor: Tensor, config: VAEConfig, dialect: Dialect) 
         taps = 3 if tensor.shape[-1] == 3 else 1
         tensor = F.pad(tensor[:, :, None], (0, 0, 0, 0, taps - 1, 0))  # zeros before, the real one last
     if dialect.vae_folder == "vae_diffusers":
-        return _split(name, tensor, ".attn.to_qkv.", ".ff.w1.", _VAE_NAMES)
+        return _split(name, tensor, VAE_NAMES)
     if ".attn.to_qkv." in name:
         return {name: interleave_qkv_rows(tensor, config.decoder_num_attention_heads)}
     return {name: tensor}
 
 
-def _split(name: str, tensor: Tensor, fused: str, gated: str, table: tuple[tuple[str, str], ...]) -> Laid:
+def _split(name: str, tensor: Tensor, names: Names) -> Laid:
     """diffusers' form: queries, keys and values apart, halves of gated layers exchanged."""
-    if gated in name:
+    if f".{names.gated}." in name:
         tensor = swap_halves(tensor)
-    if fused in name:
-        parts = {
-            name.replace(fused, f".attn.to_{p}."): t for p, t in zip("qkv", tensor.chunk(3), strict=True)
-        }
-    else:
-        parts = {name: tensor}
-    renamed: Laid = {}
-    for stored, part in parts.items():
-        for pattern, theirs in table:
-            stored = re.sub(pattern, theirs, stored)
-        renamed[stored] = part.contiguous()
-    return renamed
+    if f".{names.fused}." not in name:
+        return {names.theirs(name): tensor.contiguous()}
+    parts = zip("qkv", tensor.chunk(3), strict=True)
+    return {
+        names.theirs(name.replace(names.fused, f"attn.to_{letter}")): part.contiguous()
+        for letter, part in parts
+    }
 
 
 def _lay_out_heads(leaf: str, both: Tensor, dialect: Dialect) -> Laid:
@@ -210,7 +176,7 @@ def _quantized(layer: str, weight: Tensor, form: str) -> Laid:
         return {**laid, f"{layer}.input_scale": torch.tensor(0.05)} if layer.endswith("net.2") else laid
     channels = next(size for size in (256, 64, 16, 4) if weight.shape[1] % size == 0)
     facts = {"format": form, "convrot": True, "convrot_groupsize": channels}
-    turned = rotate(weight, channels)
+    turned = rotate_weight(weight, channels)
     if form == INT8:
         scale = turned.abs().amax(dim=1).clamp_min(1e-12) / 127  # [N]
         values = (turned / scale[:, None]).round().clamp(-127, 127).to(torch.int8)

@@ -105,8 +105,16 @@ class AdaLN(nn.Module):
         self.linear = nn.Linear(config.modulation_input, entries * chunks * config.hidden_size)
 
     def forward(self, embedding: Tensor, dtype: torch.dtype) -> Tensor:
-        """embedding: float32. The SiLU before was float32, the linear runs in dtype, as the table is."""
-        out: Tensor = self.linear(embedding if self.in_float32 else embedding.to(dtype))
+        """embedding: float32. The SiLU before was float32, the linear runs in dtype, as the table is.
+
+        It runs where the embedding is: while a model loads, these weights wait on the host, 26 GB of them.
+        """
+        x, weight, bias = (
+            embedding if self.in_float32 else embedding.to(dtype),
+            self.linear.weight,
+            self.linear.bias,
+        )
+        out = F.linear(x, weight.to(x.device), bias.to(x.device))
         return out.view(-1, self.chunks, self.channels).to(dtype)
 
 
@@ -269,7 +277,7 @@ class H3Transformer(nn.Module):
         return torch.lerp(self.adaln_t_table[below], self.adaln_t_table[below + 1], (place - below)[:, None])
 
     def modulation_tables(self, times: Sequence[float]) -> ModulationTables:
-        """The fixed tables of a schedule, each where the weights of its block are.
+        """The fixed tables of a schedule, where the patch projection is.
 
         Each time is computed on its own, so that its rows do not depend on which other times are in the list.
         """
@@ -280,8 +288,7 @@ class H3Transformer(nn.Module):
         blocks = []
         for module in self.blocks:
             block = cast(Block, module)
-            place = block.norm1.weight.device  # the host's, for a block that is streamed
-            blocks.append(torch.cat([block.table(e.to(place)) for e in embeddings]))
+            blocks.append(torch.cat([block.table(e) for e in embeddings]))
         return ModulationTables(tuple(blocks), torch.cat([self.final_layer.table(e) for e in embeddings]))
 
     def drop_adaln(self) -> None:

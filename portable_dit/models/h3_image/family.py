@@ -46,12 +46,14 @@ class H3Family:
         assert isinstance(spec, H3Spec)
         return build(spec.config, dtypes, spec=spec)
 
-    def place(self, component: str, spec: ModelSpec) -> Path:
+    def places(self, component: str, spec: ModelSpec) -> tuple[Path, ...]:
         from portable_dit.models.h3_image.checkpoint import FOLDERS
         from portable_dit.models.h3_image.spec import H3Spec
 
         assert isinstance(spec, H3Spec)
-        return spec.config.places.get(component, Path(FOLDERS[component]))
+        config = spec.config
+        place = config.places.get(component, Path(FOLDERS[component]))
+        return (place, config.heads) if component == "dit" and config.heads else (place,)
 
     def tensor_map(
         self,

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from portable_dit.errors import WeightsError, near
-from portable_dit.masks import NO_MASK, Mask
+from portable_dit.masks import NO_MASK, Mask, Part
+from portable_dit.models.h3_image.buildable import require_buildable
 from portable_dit.models.h3_image.config import H3Config
 from portable_dit.models.h3_image.dit import Block, H3Transformer, ModulationTables
 from portable_dit.models.h3_image.noise import reference_noises, target_noise
@@ -24,10 +25,12 @@ from portable_dit.models.h3_image.packing import TARGET_TIME, Packing, pack, pat
 from portable_dit.models.h3_image.qwen_config import QwenConfig
 from portable_dit.models.h3_image.schedule import all_times, make_schedule, reference_time
 from portable_dit.models.h3_image.spec import H3Spec, make_spec
-from portable_dit.models.h3_image.text import Conditioner, Conditioning, MiniTextEncoder, WordPiece
+from portable_dit.models.h3_image.text import Conditioner, Conditioning, MiniTextEncoder
+from portable_dit.models.h3_image.tokens import QwenTokenizer, WordPiece
 from portable_dit.models.h3_image.vae import ImageVAE
-from portable_dit.models.spec import COMPONENTS, TILE_BATCH, Schedule, TileRunner, run_eagerly
+from portable_dit.models.spec import COMPONENTS, TILE_BATCH, Schedule, TileRunner
 from portable_dit.ops import Modulation, Rotary
+from portable_dit.tiles import run_tiles
 
 if TYPE_CHECKING:
     from portable_dit.models.h3_image.qwen import QwenConditioner
@@ -40,12 +43,7 @@ def build(config: H3Config, dtypes: Mapping[str, torch.dtype], *, spec: H3Spec |
 
     Raises WeightsError when the parts of the checkpoint do not belong together.
     """
-    heads, steps = config.dit.pdd_heads, config.scheduler.num_inference_steps
-    if heads not in (0, steps):
-        raise WeightsError(
-            f"{heads} output heads for {steps} steps: there must be one for each step. Check pdd_heads in "
-            "transformer/config.json and num_inference_steps in scheduler/scheduler_config.json."
-        )
+    require_buildable(config)
     with torch.device("meta"):
         return H3Image(
             config=config,
@@ -66,7 +64,6 @@ def _build_conditioner(config: H3Config, dtype: torch.dtype) -> Conditioner | Qw
         words = WordPiece.from_folder(config.folder / "text_encoder")
         return Conditioner(MiniTextEncoder(config.text, dtype), words)
     from portable_dit.models.h3_image.qwen import QwenConditioner, QwenEncoder
-    from portable_dit.models.h3_image.qwen_tokens import QwenTokenizer
 
     if config.folder is None:  # random weights: tokens without meaning for states without meaning
         from portable_dit.models.h3_image.qwen_files import byte_tokenizer
@@ -111,6 +108,15 @@ class H3Denoiser:
         batch = latents.shape[0]
         hidden = self.dit.embed(patchify(latents), self.prefix.expand(batch, -1, -1))
         return hidden, (self.indices[step].expand(batch, -1), self.rotary, NO_MASK)
+
+    def part(
+        self, arguments: tuple[Tensor, Rotary, Mask], lengths: tuple[int, ...], index: int
+    ) -> tuple[Tensor, Rotary, Mask]:
+        """What the blocks take for one part of the rows; see `models.spec.Denoiser`."""
+        entries, rotary, mask = arguments
+        rows = slice(sum(lengths[:index]), sum(lengths[: index + 1]))
+        mine = Rotary(rotary.cos[:, rows], rotary.sin[:, rows])
+        return entries[:, rows], mine, Part(mask, lengths, index)
 
     def head(self, hidden: Tensor, step: int) -> Tensor:
         """Hidden rows [B, S, C] -> velocity float32 [B, latent channels, h, w]."""
@@ -167,7 +173,9 @@ class H3Image:
         return make_schedule(self.config.scheduler, steps, heads=self.config.dit.pdd_heads)
 
     @torch.no_grad()
-    def encode_prompt(self, prompt: str, references: Sequence[np.ndarray]) -> Conditioning:
+    def encode_prompt(
+        self, prompt: str, references: Sequence[np.ndarray], system_prompt: str | None = None
+    ) -> Conditioning:
         """Text states and tags. Raises RequestError when the prompt holds nothing, or too much."""
         return self.conditioner(prompt, references)
 
@@ -182,6 +190,8 @@ class H3Image:
         seed: int,
         *,
         tile_batch: int = TILE_BATCH,
+        guidance: float | None = None,
+        branches: tuple[int, ...] = (0,),
     ) -> H3Denoiser:
         """References encoded and packed behind the text; see `models.spec.Model`."""
         device = self.dit.video_patch_proj.weight.device
@@ -214,9 +224,7 @@ class H3Image:
         return target_noise(self.latent_shape(width, height), shapes, seed, convention=convention)
 
     @torch.no_grad()
-    def decode(
-        self, latents: Tensor, *, run: TileRunner = run_eagerly, tile_batch: int = TILE_BATCH
-    ) -> Tensor:
+    def decode(self, latents: Tensor, *, run: TileRunner = run_tiles, tile_batch: int = TILE_BATCH) -> Tensor:
         """Latents float32 [1, C, h, w] -> pixels uint8 [H, W, 3], a view of [3, H, W]."""
         return self.vae.decode(latents, run=run, max_tiles=tile_batch)[0]
 

@@ -15,8 +15,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from portable_dit.models.h3_image.tokens import IMAGE_TAG
+
 PATCH = 2  # latent cells along each side of a row's patch
-IMAGE_TAG = 0
 TARGET_TIME, REFERENCE_TIME = 0, 1
 GRID_SPAN = 32.0  # of a square picture's coordinates, whatever its size
 

@@ -17,19 +17,18 @@ from pathlib import Path
 from portable_dit.errors import RecipeError, WeightsError
 from portable_dit.models.h3_image.config import DiTConfig, H3Config, VAEConfig
 from portable_dit.models.h3_image.config_json import read_json
+from portable_dit.models.h3_image.markers import FP8, INT8, MARKER, W4A8, read_marker
+from portable_dit.models.h3_image.private_block import HEADS_CONFIG
 from portable_dit.models.spec import HubFiles
 from portable_dit.safetensors_file import StoredTensor, stored_tensors
 
 AUTO, ORIGINAL, DIFFUSERS, COMFY = DIALECTS = ("auto", "original", "diffusers", "comfy")
 COMFY_FOLDER = "diffusion_models"
 TEXT_ENCODER = ("MiniMaxAI/MiniMax-H3", "FL2VA/text_encoder")
-MARKER, CURVES = ".comfy_quant", ("adaln_t_table", "time_embedder.table")
-_STORED_FORMS = (
-    (re.compile(rb'"int8_tensorwise"'), "int8"),
-    (re.compile(rb'"float8_e4m3fn"'), "fp8"),
-    (re.compile(rb'"asym_w4a8_int8"'), "4 bits"),
-)
-_KEPT_AS = {"int8": "int8_row", "fp8": "fp8_row"}
+CURVES = ("adaln_t_table", "time_embedder.table")
+STORED_AS = {INT8: "int8", FP8: "fp8", W4A8: "4 bits"}
+# The formats that take stored numbers as they are, by form and whether it is rotated.
+KEPT_AS = {(INT8, False): "int8_row", (INT8, True): "int8_row_rotated", (FP8, False): "fp8_row"}
 
 
 def read_checkpoint(
@@ -53,9 +52,12 @@ def read_checkpoint(
     for name, place in given.items():
         if not place.exists():
             raise WeightsError(f"components.{name}: {place}: no such file or folder. Correct the path.")
-    return H3Config.from_folder(
+    config = H3Config.from_folder(
         base, dit=_dit_config(places["dit"], dialect), vae=_vae_config(places["vae"]), places=places
     )
+    text, place = config.text, places["text_encoder"]
+    stored = _storage_notes("text_encoder", place, _headers(place) if place.exists() else {})
+    return replace(config, text=replace(text, notes=(*text.notes, *stored)))
 
 
 def hub_files(names: Sequence[str], *, dialect: str = AUTO) -> HubFiles:
@@ -86,6 +88,7 @@ def hub_files(names: Sequence[str], *, dialect: str = AUTO) -> HubFiles:
             f"{COMFY_FOLDER} of the repository holds {len(singles)} transformers: {', '.join(singles)}. "
             "Download one and name its file in weights."
         )
+    taken |= {name.split("/")[0] for name in names if name.endswith(f"/{HEADS_CONFIG}")}
     elsewhere = {}
     if "text_encoder" in folders:
         taken.add("text_encoder")
@@ -149,7 +152,7 @@ def _dit_config(place: Path, dialect: str) -> DiTConfig:
     curve = next((shapes[name] for name in CURVES if name in shapes), None)
     if curve is not None:
         config = replace(config, adaln_form="curve", curve_grid=curve[0], curve_dim=curve[1])
-    return replace(config, notes=(*config.notes, *_storage_notes(place, stored)))
+    return replace(config, notes=(*config.notes, *_storage_notes("dit", place, stored)))
 
 
 def _bare(name: str) -> str:
@@ -185,21 +188,18 @@ def _dialect(place: Path, shapes: Mapping[str, tuple[int, ...]], asked: str, *, 
     return ORIGINAL if asked == AUTO else asked
 
 
-def _storage_notes(place: Path, stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
-    """What a plan should say of weights that are quantised in the file."""
-    counts: Counter[tuple[str, bool]] = Counter()
-    for name, tensor in stored.items():
-        if name.endswith(MARKER):
-            text = tensor.content()
-            form = next((form for pattern, form in _STORED_FORMS if pattern.search(text)), "another form")
-            counts[form, b'"convrot": true' in text or b'"convrot":true' in text] += 1
+def _storage_notes(component: str, place: Path, stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    """What a plan should say of weights that are quantised in the file. WeightsError for forms unknown."""
+    markers = [read_marker(name, t.content()) for name, t in stored.items() if name.endswith(MARKER)]
+    counts = Counter((marker.format, marker.rotated > 0) for marker in markers)
     notes = []
     for (form, rotated), count in sorted(counts.items()):
         basis = " in a rotated basis" if rotated else ""
-        kept = "" if rotated or form not in _KEPT_AS else f" quantization.dit={_KEPT_AS[form]} keeps them."
+        format = KEPT_AS.get((form, rotated))
+        kept = f" quantization.{component}={format} keeps them." if format else ""
         notes.append(
-            f"{place.name}: {count} layers are stored in {form}{basis}; loading expands them exactly, "
-            f"and makes the precision or format of the recipe from that.{kept}"
+            f"{place.name}: {count} layers are stored in {STORED_AS[form]}{basis}; loading expands them "
+            f"exactly, and makes the precision or format of the recipe from that.{kept}"
         )
     static = sum(name.endswith(".input_scale") for name in stored)
     if static:

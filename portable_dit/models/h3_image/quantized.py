@@ -11,56 +11,18 @@ Letters: N out features, K in features.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from portable_dit.errors import WeightsError
+from portable_dit.models.h3_image.markers import MARKER, W4A8, Marker, read_marker
 from portable_dit.models.spec import TensorSource
+from portable_dit.rotation import rotate
 
-MARKER = ".comfy_quant"
-ROTATED_CHANNELS = 256
-INT8, FP8, W4A8 = "int8_tensorwise", "float8_e4m3fn", "asym_w4a8_int8"
 # The tensors that a layer X may have beside X.weight, X.weight_scale (which the loader applies) and X.bias.
 W4A8_SUFFIXES = ("_s_rel", "_s_channel", "_codebook", "_correction")
-_HADAMARD_4 = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1))
-
-
-@dataclass(frozen=True)
-class Marker:
-    """What a layer's marker says. rotated: in features that were rotated together, 0 = none were."""
-
-    format: str
-    rotated: int
-
-
-def read_marker(name: str, text: bytes) -> Marker:
-    """The marker in a tensor's bytes. Raises WeightsError for a form that cannot be read."""
-    try:
-        fields: Any = json.loads(bytes(text).rstrip(b"\0"))
-        fields = {**fields, **(fields.get("params") or {})}
-        form = fields["format"]
-        rotated = int(fields.get("convrot_groupsize", ROTATED_CHANNELS)) if fields.get("convrot") else 0
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(
-            f"{name}: its text {bytes(text)[:80]!r} does not name a format. Download the file again."
-        ) from error
-    if form not in (INT8, FP8, W4A8):
-        raise WeightsError(
-            f"{name}: format {form!r} is not read. Known: {INT8}, {FP8}, {W4A8}. Use a file in one of these, "
-            "or the original or diffusers files."
-        )
-    if rotated and (rotated & (rotated - 1) or rotated.bit_length() % 2 == 0):
-        raise WeightsError(
-            f"{name}: rotates {rotated} channels together: there must be a power of four. "
-            "Use a file with convrot_groupsize 256."
-        )
-    return Marker(form, rotated)
 
 
 def plain_sources(
@@ -92,23 +54,14 @@ def plain_sources(
     return sources, frozenset(serving - used)
 
 
-def hadamard(size: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """The regular Hadamard matrix of a power of four, normalised: symmetric, orthogonal, float32 [K, K]."""
-    return _hadamard(size).to(device)
-
-
-def rotate(weight: Tensor, channels: int) -> Tensor:
+def rotate_weight(weight: Tensor, channels: int) -> Tensor:
     """A weight float32 [N, K], each `channels` neighbouring in features rotated together. Its own inverse."""
     if weight.shape[-1] % channels:
         raise WeightsError(
             f"a weight of {weight.shape[-1]} in features cannot be rotated in groups of {channels}. "
             "The file does not fit its markers; download it again."
         )
-    if weight.is_meta:
-        return weight
-    rows, columns = weight.shape
-    groups = weight.reshape(rows, columns // channels, channels)
-    return (groups @ hadamard(channels, device=weight.device)).reshape(rows, columns)
+    return weight if weight.is_meta else rotate(weight, channels)
 
 
 def decode_w4a8(
@@ -139,7 +92,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _decoder(marker: Marker, parts: tuple[str, ...]) -> Callable[..., Tensor]:
     if marker.format != W4A8:
-        return (lambda weight: rotate(weight, marker.rotated)) if marker.rotated else _same
+        return (lambda weight: rotate_weight(weight, marker.rotated)) if marker.rotated else _same
     given = [any(part.endswith(suffix) for part in parts) for suffix in W4A8_SUFFIXES]
     if not all(given[:2]):
         raise WeightsError(f"{parts[0]}: marked {W4A8}, but its scales are missing. Download the file again.")
@@ -151,16 +104,6 @@ def _decoder(marker: Marker, parts: tuple[str, ...]) -> Callable[..., Tensor]:
         assert s_rel is not None
         assert s_channel is not None
         weight = decode_w4a8(codes, s_rel, s_channel, codebook, correction)
-        return rotate(weight, marker.rotated) if marker.rotated else weight
+        return rotate_weight(weight, marker.rotated) if marker.rotated else weight
 
     return decode
-
-
-@lru_cache(maxsize=2)
-def _hadamard(size: int) -> Tensor:
-    four = torch.tensor(_HADAMARD_4, dtype=torch.float32)
-    matrix: Tensor = torch.ones(1, 1)
-    while matrix.shape[0] < size:
-        matrix = torch.kron(matrix, four)
-    normal: Tensor = matrix / size**0.5
-    return normal

@@ -7,7 +7,7 @@ the plan's choice of a kernel reaches this encoder too.
 
 transformers takes seconds to import, so this file is imported when such an encoder is built, and only then.
 
-Letters: L tokens, P patches, V rows that pictures take in the text, N heads, D head_dim.
+Letters: L tokens, P patches, V rows that pictures take in the text, N heads, D head_dim, H W pixels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 
 from portable_dit.masks import NO_MASK, Causal, Mask
 from portable_dit.models.h3_image.qwen_config import QwenConfig
-from portable_dit.models.h3_image.qwen_tokens import QwenTokenizer, patches, present
 from portable_dit.models.h3_image.text import Conditioning
+from portable_dit.models.h3_image.tokens import QwenTokenizer, present
 from portable_dit.ops import Attention
 
 SEAM = "portable_dit"
@@ -115,10 +115,38 @@ class QwenConditioner:
         grids = torch.tensor([(1, merge * down, merge * across) for down, across in shown.grids])
         pixels = [patches(picture, config) for picture in references]
         states = self.encoder(
-            shown.ids.to(device),
-            shown.positions.to(device),
-            shown.pads.to(device),
+            torch.from_numpy(shown.ids).to(device),
+            torch.from_numpy(shown.positions).to(device),
+            torch.from_numpy(shown.pads).to(device),
             torch.cat(pixels).to(device) if pixels else None,
             grids.to(device),
         )
-        return Conditioning(states, shown.tags)
+        return Conditioning(states, torch.from_numpy(shown.tags))
+
+
+def patches(picture: np.ndarray, config: QwenConfig) -> Tensor:
+    """A picture uint8 RGB [H, W, 3] as the vision tower takes it: float32 [P, values].
+
+    values: channels * time * patch * patch. Patches that make one row of the text stand together. The tower's
+    kernels span `temporal_patch_size` frames, so a still picture is given that often.
+    """
+    vision, wanted = config.vision, config.vision_size(picture.shape[1], picture.shape[0])
+    if (picture.shape[1], picture.shape[0]) != wanted:
+        picture = _resized(picture, wanted)
+    mean, std = (
+        torch.tensor(v)[:, None, None] for v in (config.processor.image_mean, config.processor.image_std)
+    )
+    x = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255  # [C, H, W]
+    x = (x - mean) / std
+    patch, merge = vision.patch_size, vision.merge_size
+    rows, columns = x.shape[1] // vision.row_side, x.shape[2] // vision.row_side
+    x = x.reshape(-1, rows, merge, patch, columns, merge, patch)
+    x = x.permute(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, merge, merge, C, patch, patch]
+    x = x.unsqueeze(5).expand(-1, -1, -1, -1, -1, vision.temporal_patch_size, -1, -1)
+    return x.reshape(rows * columns * merge**2, -1)  # [P, C * time * patch * patch]
+
+
+def _resized(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC))

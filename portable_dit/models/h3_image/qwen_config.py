@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from portable_dit.errors import WeightsError
-from portable_dit.models.h3_image.config_json import read_config
+from portable_dit.models.h3_image.config_json import inner_object, read_config
 
 WHERE = "text_encoder/config.json"
 STATE = 50  # which hidden state the transformer takes, 0 = the word embeddings
@@ -61,14 +61,15 @@ class ImageProcessorConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ImageProcessorConfig:
-        size = raw.get("size") or {}
+        where = "processor/preprocessor_config.json"
+        size = inner_object(raw, "size", where)
         known = {key: raw[key] for key in ("image_mean", "image_std") if key in raw}
         for ours, theirs in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             value = raw.get(ours) or size.get(theirs) or size.get(ours)
             if value is not None:
                 known[ours] = value
         guesses = ("min_pixels", "max_pixels", "image_mean", "image_std")
-        return read_config(cls, known, {}, unpublished=guesses, where="processor/preprocessor_config.json")
+        return read_config(cls, known, {}, unpublished=guesses, where=where)
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,18 @@ class QwenConfig:
 
         Raises WeightsError when there are not more layers than the state needs, or when the parts do not fit.
         """
-        text = dict(raw.get("text_config") or {})
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        text = inner_object(raw, "text_config", WHERE)
+        rope = inner_object(text, "rope_parameters", WHERE) or inner_object(text, "rope_scaling", WHERE)
         flat = {**text, **{key: raw[key] for key in _TOKENS if key in raw}}
         flat["rope_theta"] = rope.get("rope_theta", text.get("rope_theta", cls.rope_theta))
         flat["mrope_section"] = rope.get("mrope_section", list(cls.mrope_section))
         plain = read_config(_Flat, flat, _SPELLINGS, unpublished=(), where=WHERE)
         vision = read_config(
-            VisionConfig, raw.get("vision_config") or {}, _VISION_SPELLINGS, unpublished=(), where=WHERE
+            VisionConfig,
+            inner_object(raw, "vision_config", WHERE),
+            _VISION_SPELLINGS,
+            unpublished=(),
+            where=WHERE,
         )
         pictures = ImageProcessorConfig.from_dict(processor or {})
         values = {f.name: getattr(plain, f.name) for f in fields(_Flat) if f.name != "notes"}
@@ -193,6 +198,12 @@ class QwenConfig:
             raise WeightsError(
                 f"{WHERE}: {self.num_layers} layers; the transformer takes the state behind layer {STATE}, "
                 f"before any final norm, so there must be more than {STATE}. Use the checkpoint's own."
+            )
+        marks = {name: getattr(self, name) for name in _TOKENS}
+        if max(marks.values()) >= self.vocab_size:
+            raise WeightsError(
+                f"{WHERE}: {', '.join(f'{name} = {mark}' for name, mark in marks.items())}: must be below "
+                f"vocab_size = {self.vocab_size}. Restore the file from the checkpoint."
             )
         if self.vision.out_hidden_size != self.hidden_size:
             raise WeightsError(

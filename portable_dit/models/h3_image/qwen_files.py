@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from portable_dit.models.h3_image.qwen_config import QwenConfig
-from portable_dit.models.h3_image.qwen_tokens import TOKENIZER_FILE
+from portable_dit.models.h3_image.tokens import TOKENIZER_FILE
 
 
 def write_qwen_files(root: Path, config: QwenConfig) -> None:

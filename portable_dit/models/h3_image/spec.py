@@ -10,14 +10,14 @@ from portable_dit.capabilities import AttentionRequest, FusionRequest
 from portable_dit.models.h3_image import counts
 from portable_dit.models.h3_image.config import H3Config
 from portable_dit.models.h3_image.qwen_config import QwenConfig
+from portable_dit.models.sizes import SizeRules, Tier
 from portable_dit.models.spec import (
     DTYPE_BYTES,
     Bytes,
     LinearGroup,
     ModelSpec,
     Numbers,
-    SizeRules,
-    Tier,
+    TensorSplit,
     Workload,
     linear_bytes,
     matches,
@@ -28,12 +28,12 @@ MAX_REFERENCE_RATIO = 4.0  # beyond, scaling to a fixed area makes slivers
 LABEL_ROWS = 9
 # 1K is drawn at 2048 x 2048 and halved, as vLLM-Omni does for H3-Image.
 TIERS = (Tier("1K", 2048 * 2048, shrink=2), Tier("2K", 2048 * 2048), Tier("4K", 4096 * 4096))
-# How the big model may be split. The ring is left out: its publishers' own servers keep it at 1.
-LAYOUTS = ("tensor", "ulysses", "data", "text_encoder_tensor", "vae_tiles")
+LAYOUTS = ("tensor", "ulysses", "ring", "data", "text_encoder_tensor", "vae_tiles")
 ASSUMED_PROMPT_TOKENS = 512  # of the big encoder, which takes far more than people write
 # Quantising these too costs far more quality than it saves: LPIPS 0.140 -> 0.161 in int8, 0.255 -> 0.308 in
 # fp8 (unsloth's figures for H3-Image).
 KEEP = ("condition_proj", "token_refiner")
+TEMPORARY = ("blocks.*.adaln_proj.*", "final_layer.adaln_proj.*")
 PRODUCERS = (
     ("blocks.*.norm1", "blocks.*.attn.qkv_proj"),
     ("blocks.*.norm2", "blocks.*.mlp.fc1"),
@@ -123,6 +123,18 @@ class H3Spec(ModelSpec):
         if self.config.scheduler.reference_rule == "canvas":
             return self.sizes.nearest(width, height)
         return self.reference_size(width, height, canvas=self.sizes.default)
+
+    def prompt_problem(self, prompt: str, reference_sizes: Sequence[tuple[int, int]]) -> str | None:
+        from portable_dit.models.h3_image.tokens import prompt_problem  # brings a library that a plan spares
+
+        return prompt_problem(prompt, reference_sizes, self.config)
+
+    def decode_flops(self, width: int, height: int) -> float:
+        tokens, count = counts.decode_tokens(self.config.vae, width=width, height=height)
+        weights = sum(g.count * g.in_features * g.out_features for g in self.linears if g.component == "vae")
+        inner = self.config.vae.decoder_num_attention_heads * self.config.vae.decoder_attention_head_dim
+        attention = 4 * tokens * inner * self.config.vae.decoder_num_layers
+        return float(count * tokens * (2 * weights + attention))
 
     def _patches(self, width: int, height: int) -> int:
         side = self.config.vae.ratio * self.config.dit.patch_size[1]
@@ -246,19 +258,47 @@ def make_spec(model: str, config: H3Config, *, notes: tuple[str, ...] = ()) -> H
         num_kv_heads=dit.num_attention_heads,
         head_dim=dit.attention_head_dim,
         num_blocks=dit.num_layers,
+        hidden_size=dit.hidden_size,
+        latent_channels=config.vae.latent_channels,
+        latent_ratio=config.vae.ratio,
         ffn_size=dit.ffn_hidden_size,
         num_experts=0,
         keep=KEEP,
-        supported_layouts=LAYOUTS if isinstance(text, QwenConfig) else (),
+        supported_layouts=LAYOUTS,
         # float16 ends at 65504 and the family's activations reach hundreds before their products are summed.
         dtypes=("bfloat16", "float32"),
-        float32_components=("vae",),
+        # The decoder's linears run in the recipe's type, as diffusers runs them: 93 TFLOP at 4096x4096. What
+        # the small model's VAE would win is not worth other pictures than its gates were measured on.
+        float32_components=() if isinstance(text, QwenConfig) else ("vae",),
         prompt_tokens=ASSUMED_PROMPT_TOKENS if isinstance(text, QwenConfig) else text.max_tokens,
         notes=(*notes, *config.notes),
         linears=_linears(config),
         requires={"transformers": "pip install 'portable-dit[h3]'"} if isinstance(text, QwenConfig) else {},
         producers=PRODUCERS,
+        temporary=TEMPORARY,
+        tensor_plan=_tensor_plan(config),
+        num_text_heads=(
+            text.num_key_value_heads if isinstance(text, QwenConfig) else text.num_attention_heads
+        ),
+        text_ffn_size=text.ffn_size,
         config=config,
+    )
+
+
+def _tensor_plan(config: H3Config) -> tuple[TensorSplit, ...]:
+    """The blocks' layers and the text encoder's. The refiner's few rows are not worth an exchange."""
+    dit = config.dit
+    inner, ffn = dit.inner_size, dit.ffn_hidden_size
+    text = [f"layers.*.self_attn.{name}_proj" for name in "qkv"]
+    text += ["layers.*.mlp.gate_proj", "layers.*.mlp.up_proj"]
+    return (
+        TensorSplit("dit", "blocks.*.attn.qkv_proj", "out", (inner,) * 3),
+        TensorSplit("dit", "blocks.*.attn.out_proj", "in"),
+        TensorSplit("dit", "blocks.*.mlp.fc1", "out", (ffn,) * 2),
+        TensorSplit("dit", "blocks.*.mlp.fc2", "in"),
+        *(TensorSplit("text_encoder", pattern, "out") for pattern in text),
+        TensorSplit("text_encoder", "layers.*.self_attn.o_proj", "in"),
+        TensorSplit("text_encoder", "layers.*.mlp.down_proj", "in"),
     )
 
 

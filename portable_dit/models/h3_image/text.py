@@ -12,23 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-from tokenizers import models as tokenizer_models
-from tokenizers.normalizers import BertNormalizer
-from tokenizers.pre_tokenizers import BertPreTokenizer
 from torch import Tensor, nn
 
-from portable_dit.errors import RequestError, WeightsError
 from portable_dit.masks import NO_MASK, Causal, Mask
 from portable_dit.models.h3_image.config import TextConfig
+from portable_dit.models.h3_image.tokens import TEXT_TAG, WordPiece, piece_ids
 from portable_dit.ops import Attention, HeadNormRotary, RMSNorm, Rotary, SwiGLU
-
-IMAGE_TAG, TEXT_TAG = 0, 1
-UNKNOWN = "[UNK]"
 
 
 @dataclass(frozen=True)
@@ -40,38 +32,6 @@ class Conditioning:
 
     states: Tensor
     tags: Tensor
-
-
-class WordPiece:
-    """Word pieces of lower-cased text. No special tokens: "[SEP]" in a prompt is five ordinary characters."""
-
-    def __init__(self, vocab: Path) -> None:
-        if not vocab.is_file():
-            raise WeightsError(
-                f"{vocab}: missing. The text encoder needs its word list; is the checkpoint complete?"
-            )
-        try:
-            lines = vocab.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise WeightsError(f"{vocab}: not readable as UTF-8 text ({error}). Restore it.") from error
-        words = {word: index for index, word in enumerate(lines)}
-        if UNKNOWN not in words:
-            raise WeightsError(
-                f"{vocab}: holds {len(words)} words and no {UNKNOWN}, which stands for unknown ones. "
-                "Restore it from the checkpoint."
-            )
-        self._tokenizer = Tokenizer(tokenizer_models.WordPiece(words, unk_token=UNKNOWN))
-        self._tokenizer.normalizer = BertNormalizer(lowercase=True)
-        self._tokenizer.pre_tokenizer = BertPreTokenizer()
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> WordPiece:
-        """The tokenizer of a text encoder's folder, from its vocab.txt."""
-        return cls(Path(folder) / "vocab.txt")
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
 
 
 class TextAttention(nn.Module):
@@ -167,30 +127,10 @@ class Conditioner:
         self.encoder = encoder
         self.tokenizer = tokenizer
 
-    def ids(self, prompt: str, num_references: int) -> list[int]:
-        """Tokens of the labels, each on its own, then of the prompt, so that no piece spans a border.
-
-        Raises RequestError when nothing is left of the prompt, or too much.
-        """
-        limit = self.encoder.config.max_tokens
-        pieces = []
-        if self.encoder.config.picture_labels:
-            for number in range(1, num_references + 1):
-                pieces += self.tokenizer.encode(f"<Picture {number}>: ")
-        words = self.tokenizer.encode(prompt)
-        if not words:
-            raise RequestError(f"prompt {prompt!r}: holds no words. Say what to draw.")
-        if len(pieces) + len(words) > limit:
-            raise RequestError(
-                f"prompt of {len(pieces) + len(words)} tokens ({len(prompt)} characters): this model takes "
-                f"at most {limit}. Shorten it to about {limit * 3 // 4} words."
-            )
-        return pieces + words
-
     @torch.no_grad()
     def __call__(self, prompt: str, references: Sequence[np.ndarray] = ()) -> Conditioning:
-        """This encoder does not see the references; they may have labels."""
-        ids = self.ids(prompt, len(references))
+        """This encoder does not see the references; they may have labels. Raises RequestError."""
+        ids = piece_ids(prompt, len(references), self.tokenizer, self.encoder.config)
         tokens = torch.tensor([ids], device=self.encoder.embed_tokens.weight.device)
         states = self.encoder(tokens)[0]
         return Conditioning(states, torch.full((len(ids),), TEXT_TAG, device=states.device))

@@ -12,7 +12,6 @@ Letters: B batch, h w latent cells, H W pixels, S tokens of a tile, C channels, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 
 from portable_dit.masks import NO_MASK
 from portable_dit.models.h3_image.config import VAEConfig
-from portable_dit.models.h3_image.tiling import TileAxis, batch_size, tile_axis
-from portable_dit.models.spec import TILE_BATCH, TileRunner, run_eagerly
+from portable_dit.models.spec import TILE_BATCH, TileRunner
+from portable_dit.models.tiling import TileAxis, tile_axis
 from portable_dit.ops import Attention, HeadNormRotary, RMSNorm, Rotary, SwiGLU
+from portable_dit.tiles import blend_tiles, cut_tiles, run_tiles
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -269,33 +269,30 @@ class ImageVAE(nn.Module):
         rows, columns = self._axes(x.shape[-2], x.shape[-1])
         ratio = self.config.ratio
         tiles = cut_tiles(x, rows, columns)
-        moments = run_tiles(self._moments, tiles, max_tiles)
+        flat = run_tiles(self._moments, tiles.flatten(0, 2), max_tiles)
+        moments = flat.view(*tiles.shape[:3], *flat.shape[1:])
         mean, logvar = blend_tiles(moments, rows // ratio, columns // ratio).chunk(2, dim=1)
         return self.normalize_latents(self._posterior(mean, logvar.clamp(-30.0, 20.0)))
 
-    def decode(
-        self, latents: Tensor, *, max_tiles: int = TILE_BATCH, run: TileRunner = run_eagerly
-    ) -> Tensor:
+    def decode(self, latents: Tensor, *, max_tiles: int = TILE_BATCH, run: TileRunner = run_tiles) -> Tensor:
         """Normalised latents float32 [B, C, h, w] -> uint8 [B, H, W, 3], rounded on the device.
 
         The result is a view of [B, 3, H, W]: the host changes the layout once the bytes are there. On the
         device that change has stalled repeated pictures of 4096 x 4096 (vLLM-Omni's announcement for
-        H3-Image). run: calls the network on each batch of tiles.
+        H3-Image). run: calls the network on the tiles.
         """
         pixels = self.denormalize_pixels(
             self.decode_pixels(self.denormalize_latents(latents), max_tiles=max_tiles, run=run)
         )
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
 
-    def decode_pixels(
-        self, z: Tensor, *, max_tiles: int = TILE_BATCH, run: TileRunner = run_eagerly
-    ) -> Tensor:
+    def decode_pixels(self, z: Tensor, *, max_tiles: int = TILE_BATCH, run: TileRunner = run_tiles) -> Tensor:
         """Raw latents [B, C, h, w] -> ImageNet-normalised [B, 3, H, W], tiled and blended."""
         ratio = self.config.ratio
         rows, columns = self._axes(z.shape[-2] * ratio, z.shape[-1] * ratio)
         tiles = cut_tiles(z, rows // ratio, columns // ratio)
-        decoded = run_tiles(lambda batch: run(self.decode_tile, batch), tiles, max_tiles)
-        return blend_tiles(decoded, rows, columns)
+        decoded = run(self.decode_tile, tiles.flatten(0, 2), max_tiles)
+        return blend_tiles(decoded.reshape(*tiles.shape[:3], *decoded.shape[1:]), rows, columns)
 
     def _moments(self, pixels: Tensor) -> Tensor:
         moments: Tensor = self.quant_conv(self.encoder(pixels))
@@ -318,62 +315,6 @@ class ImageVAE(nn.Module):
         generator = torch.Generator("cpu").manual_seed(self.config.posterior_seed)
         noise = torch.randn(mean.shape, generator=generator, dtype=torch.float32).to(mean.device)
         return (mean + torch.exp(0.5 * logvar) * noise).half().float()
-
-
-def cut_tiles(x: Tensor, rows: TileAxis, columns: TileAxis) -> Tensor:
-    """[B, C, H, W] -> [num_rows, num_columns, B, C, tile_h, tile_w]."""
-    bands = [x[..., start : start + rows.size, :] for start in rows.starts]
-    tiles = [torch.stack([b[..., start : start + columns.size] for start in columns.starts]) for b in bands]
-    return torch.stack(tiles)
-
-
-def run_tiles(network: Callable[[Tensor], Tensor], tiles: Tensor, max_tiles: int) -> Tensor:
-    """The network over [num_rows, num_columns, B, ...] tiles, at most `max_tiles` at once.
-
-    All batches have one shape, so that one captured graph serves them; the last is filled up with copies of
-    its own last tile, which are thrown away.
-    """
-    flat = tiles.flatten(0, 2)
-    size = batch_size(len(flat), max_tiles)
-    batches = list(torch.split(flat, size))
-    missing = size - len(batches[-1])
-    if missing:
-        batches[-1] = torch.cat([batches[-1], batches[-1][-1:].expand(missing, *flat.shape[1:])])
-    joined = torch.cat([network(batch) for batch in batches])[: len(flat)]
-    return joined.reshape(*tiles.shape[:3], *joined.shape[1:])
-
-
-def blend_tiles(tiles: Tensor, rows: TileAxis, columns: TileAxis) -> Tensor:
-    """[num_rows, num_columns, B, C, tile_h, tile_w] -> [B, C, H, W], cross-faded where tiles overlap.
-
-    A tile fades into the unfaded tile above it, then into the unfaded one at its left.
-    """
-    if not rows.overlaps and not columns.overlaps:
-        return tiles[0, 0]
-    faded = tiles.clone()
-    for i, overlap in enumerate(rows.overlaps):
-        fade = _fade(overlap, tiles)[:, None]  # [overlap, 1]
-        above = tiles[i, ..., -overlap:, :]
-        faded[i + 1, ..., :overlap, :] = above * (1 - fade) + tiles[i + 1, ..., :overlap, :] * fade
-    for j, overlap in enumerate(columns.overlaps):
-        fade = _fade(overlap, tiles)  # [overlap]
-        left = tiles[:, j, ..., -overlap:]
-        faded[:, j + 1, ..., :overlap] = left * (1 - fade) + faded[:, j + 1, ..., :overlap] * fade
-    bands = []
-    for i, height in enumerate(_kept(rows)):
-        parts = [faded[i, j, ..., :height, :width] for j, width in enumerate(_kept(columns))]
-        bands.append(torch.cat(parts, dim=-1))
-    return torch.cat(bands, dim=-2)
-
-
-def _kept(axis: TileAxis) -> list[int]:
-    """How much of each tile is kept: all but what its successor draws."""
-    return [axis.size - overlap for overlap in (*axis.overlaps, 0)]
-
-
-def _fade(overlap: int, like: Tensor) -> Tensor:
-    """Weights of the later tile, 0 -> 1 without the end: [overlap]."""
-    return torch.arange(overlap, device=like.device, dtype=like.dtype) / overlap
 
 
 def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:

@@ -47,14 +47,3 @@ def tile_axis(length: int, *, tile: int, overlap: int, step: int) -> TileAxis:
     for shared in overlaps:
         starts.append(starts[-1] + tile - shared)
     return TileAxis(tuple(starts), tile, tuple(overlaps))
-
-
-def batch_size(count: int, most: int) -> int:
-    """How many of `count` tiles to take at once, at most `most`, so that batches of one size waste the least.
-
-    Small batches keep a device idle, so no size below half of `most` is tried.
-    """
-    if count <= most:
-        return count
-    sizes = range(most, max(most // 2, 1) - 1, -1)
-    return min(sizes, key=lambda size: ceil(count / size) * size)

@@ -1,0 +1,91 @@
+"""The backend on mocked machines: commands, the conformance suite, and faults that it must see."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from mock_vendor.mutants import assert_all_seen
+from mock_vendor.pictures import assert_draws_as_the_host, write_tiny
+from mock_vendor.process import Mutation
+
+BEST = "mp_31"
+
+
+def test_the_conformance_suite_passes_with_every_vendor_function_called(mocked):
+    machine = mocked(BEST)
+    report = machine.folder / "report.json"
+    done = machine.command("conformance", "musa", "--repeats", "1", "--soak", "2", "--json", report)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert found["ok"]
+    assert set(found["libraries"]) == {"mate"}
+    for category, outcomes in found["outcomes"].items():
+        assert any(o["status"] == "pass" for o in outcomes), category
+    graphs = [o for o in found["outcomes"]["end_to_end"] if o["case"] == "graphs"]
+    assert [o["status"] for o in graphs] == ["pass"], (
+        "the VAE's graph gives the eager picture, pixel for pixel"
+    )
+    assert machine.called() >= {
+        "mate.mha_interface.flash_attn_varlen_func",
+        "mate.gemm.gemm_fp8_nt_groupwise",
+        "aten::scaled_dot_product_attention",
+        "aten::_scaled_mm",
+        "aten::_fused_rmsnorm_forward",
+        "aten::swish_glu",
+        "torch.musa.graph",
+    }
+    assert machine.unbound_calls() == []
+
+
+@pytest.mark.parametrize("variant", ["mp_22", "mp_31+mate99bbf1f"])
+def test_other_chips_and_versions_pass_too(mocked, variant):
+    done = mocked(variant).command("conformance", "musa", "--only", "attention", "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    assert mocked(variant).unbound_calls() == []
+
+
+@pytest.mark.parametrize("model", ["h3-image", "hunyuan-image-3"])
+def test_the_large_models_in_small_draw_what_the_host_draws(mocked, tmp_path, model):
+    weights = write_tiny(model, tmp_path / "weights")
+    said = assert_draws_as_the_host(mocked(BEST), model=model, weights=weights, precision="bfloat16")
+    assert said["kernels"]["dit"]["attention"] == "mate"
+
+
+def test_the_package_of_the_same_name_is_not_taken_for_the_library(mocked):
+    done = mocked("mp_31+impostor").python("-m", "portable_dit_musa")
+    assert done.returncode == 0, done.stderr
+    assert "mate.mha_interface is not installed" in done.stdout
+    assert "mp_31" in done.stdout
+
+
+MUTATIONS = [
+    Mutation(
+        "attention.py", "v=v, softmax_scale=scale, causal=causal)", "v=v, causal=causal)", "attention", "mate"
+    ),
+    Mutation("attention.py", "seqused_k=used,", "", "attention", "mate"),
+    Mutation(
+        "attention.py", "cu_seqlens_k=steps * rows_k", "cu_seqlens_k=steps * rows_q", "attention", "mate"
+    ),
+    Mutation(
+        "attention.py",
+        "causal=False, return_softmax_lse=True)",
+        "causal=True, return_softmax_lse=True)",
+        "attention",
+        "mate",
+    ),
+    Mutation("attention.py", "SDPBackend.FLASH_ATTENTION", "SDPBackend.MATH", "attention", "sdpa_mudnn"),
+    Mutation("attention.py", "grouped=False", "grouped=True", "attention", "sdpa_mudnn"),
+    Mutation(
+        "linear.py", "out_dtype=dtype,\n            use_fast_accum", "use_fast_accum", "linear", "scaled_mm"
+    ),
+    Mutation("linear.py", "F.pad(x, (0, 0, 0, -x.shape[0] % ROWS))", "x", "linear", "scaled_mm"),
+    Mutation("linear.py", "scale_a=scales,", "scale_a=scales.flip(0),", "linear", "scaled_mm"),
+    Mutation("linear.py", 'packed["values"].t()', 'packed["values"].t().contiguous()', "linear", "scaled_mm"),
+    Mutation("linear.py", "return out if bias is None else out + bias", "return out", "linear", "mate"),
+    Mutation("fusions.py", "eps, weight)[0]", "eps, None)[0]", "fused", "mudnn"),
+]
+
+
+def test_faults_in_the_package_do_not_go_unseen(mocked):
+    assert_all_seen(mocked("mp_31+mate99bbf1f"), MUTATIONS)

@@ -1,0 +1,158 @@
+"""`portable-dit eval`: whether what a server draws shows what was asked for, scored by a judge."""
+
+from __future__ import annotations
+
+import importlib
+import json as json_text
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from portable_dit.cli.options import JsonFlag
+from portable_dit.errors import UserError
+
+BUILTIN = "builtin"
+REPOSITORY = Path(__file__).parents[2]
+
+
+def evaluate(
+    suite: Annotated[
+        str,
+        typer.Option(metavar="FILE|builtin", help="What is drawn: a suite's file, or h3-mini's own gates."),
+    ] = BUILTIN,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Draws; left out, the pictures are there already.")
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="URL|builtin", help="Scores: a vision model's server, or h3-mini's own judge."),
+    ] = None,
+    judge_model: Annotated[str | None, typer.Option(help="The judge's name on its server.")] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where pictures are kept between the two passes.")
+    ] = None,
+    samples_per_type: Annotated[
+        int | None, typer.Option(min=1, help="So many of each type, not all.")
+    ] = None,
+    types: Annotated[str | None, typer.Option(metavar="A,B", help="Only these types of the suite.")] = None,
+    num_inference_steps: Annotated[int | None, typer.Option(min=1, help="Steps, else the suite's.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Draw a suite on a server, let a judge score it; exit code 1 when a gate is not met."""
+    if (suite == BUILTIN) != (judge == BUILTIN) and judge is not None:
+        raise UserError("--suite builtin and --judge builtin: they belong together. Give both or neither.")
+    found: dict[str, Any] | None
+    if suite == BUILTIN:
+        if pictures or types or num_inference_steps or judge_model:
+            raise UserError(
+                "--suite builtin: is drawn and scored in one pass, as it is. Leave --pictures, --types, "
+                "--num-inference-steps and --judge-model out."
+            )
+        found = _builtin(server, samples_per_type)
+    else:
+        found = _by_rubric(
+            Path(suite),
+            server,
+            judge,
+            judge_model=judge_model,
+            pictures=pictures,
+            samples_per_type=samples_per_type,
+            types=[name.strip() for name in types.split(",")] if types else [],
+            steps=num_inference_steps,
+        )
+    if found is None:
+        return
+    if report is not None:
+        from portable_dit.image import write_atomically
+
+        write_atomically(report, json_text.dumps(found, indent=1).encode())
+    typer.echo(json_text.dumps(found) if json else _table(found))
+    if not found["passed"]:
+        raise typer.Exit(1)
+
+
+def _builtin(server: str | None, samples_per_type: int | None) -> dict[str, Any]:
+    """The gates of h3-mini, whose cases and scores lie in the repository beside the package."""
+    from portable_dit.server.client import Client
+
+    if server is None:
+        raise UserError("--server: missing. Start one with `portable-dit serve`, and give its URL.")
+    if not (REPOSITORY / "training" / "served.py").is_file():
+        raise UserError(
+            "--suite builtin: its cases and its judge are in the repository, not in the wheel. Run this from "
+            "a checkout with `pip install -e .`, or give --suite FILE and --judge URL."
+        )
+    if str(REPOSITORY) not in sys.path:
+        sys.path.append(str(REPOSITORY))
+    served = importlib.import_module("training.served")
+    draw = Client.of(server).draw
+    found: dict[str, Any] = served.evaluate_served(draw, samples_per_type=samples_per_type, on_case=_progress)
+    return found
+
+
+def _by_rubric(
+    path: Path,
+    server: str | None,
+    judge: str | None,
+    *,
+    judge_model: str | None,
+    pictures: Path | None,
+    samples_per_type: int | None,
+    types: list[str],
+    steps: int | None,
+) -> dict[str, Any] | None:
+    """The report of a suite's file; None when nobody judges yet."""
+    from portable_dit.evaluation.judging import draw_missing, judge_all
+    from portable_dit.evaluation.report import make_report
+    from portable_dit.evaluation.suite import read_suite
+    from portable_dit.server.client import Client
+
+    if server is None and judge is None:
+        raise UserError("--server draws and --judge scores: give one or both.")
+    if pictures is None and (server is None or judge is None):
+        raise UserError("--pictures: missing. One pass leaves its pictures there and the other finds them.")
+    suite = read_suite(path, types=types, samples_per_type=samples_per_type)
+    folder = pictures or path.with_suffix("")
+    if server is not None:
+        draw_missing(
+            Client.of(server),
+            suite,
+            folder,
+            steps=steps,
+            on_sample=lambda sample: _progress(f"draw {sample.id}"),
+        )
+    if judge is None:
+        typer.echo(str(folder))
+        return None
+    judgements = judge_all(
+        Client.of(judge),
+        suite,
+        folder,
+        model=judge_model,
+        on_sample=lambda sample: _progress(f"judge {sample.id}"),
+    )
+    return make_report(suite, judge, judgements).as_dict()
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        typer.echo(text, err=True)
+
+
+def _table(found: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"{found['suite']}, judged by {found['judge']}: {'passed' if found['passed'] else 'FAILED'}"]
+    if "gates" in found:
+        for gate in found["gates"]:
+            verdict = "pass" if gate["passed"] else "FAIL"
+            figures = f"{gate['value']:8.3f} of {gate['needed']:<6g} {gate['count']:5} cases"
+            lines.append(f"{gate['name']:28} {figures}  {verdict}")
+        return "\n".join(lines)
+    for name, mean in {"overall": found["overall"], **found["types"]}.items():
+        value = "-" if mean["mean"] is None else f"{mean['mean']:.3f}"
+        missing = f", {mean['unscored']} without a score" if mean["unscored"] else ""
+        lines.append(f"{name:28} {value:>8} of {found['gate']:<6g} {mean['count']:5} samples{missing}")
+    return "\n".join(lines)

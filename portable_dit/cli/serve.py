@@ -1,0 +1,106 @@
+"""`portable-dit serve`: pictures over HTTP, for OpenAI's clients, curl and browsers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from portable_dit.cli.options import RecipeWish, StrictFlag, recipe_flags
+from portable_dit.cli.terminal import tell
+from portable_dit.errors import UserError
+
+MIB = 2**20
+
+
+@recipe_flags
+def serve(
+    wish: RecipeWish,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one and says which.")] = 8091,
+    jobs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where jobs and their pictures are kept.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What callers name the model.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="API keys, one a line; also PORTABLE_DIT_API_KEYS.")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 64,
+    max_images: Annotated[int, typer.Option(min=1, max=128, help="Pictures in one request.")] = 10,
+    max_pixels: Annotated[
+        int | None, typer.Option(min=1, help="Pixels of one picture; else what the model draws.")
+    ] = None,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Size of a request's body.")] = 96,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds from acceptance to the answer.")] = 900.0,
+    keep_hours: Annotated[float, typer.Option(min=0.0, help="How long pictures of jobs are kept.")] = 24.0,
+    allow_image_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="Fetch references from it; also *.domain or a network."),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A further name that this server is called by.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may call this server.")
+    ] = None,
+    enable_diffusion_pipeline_profiler: Annotated[
+        bool, typer.Option(help="Log the time of each part of the model, and write a Chrome trace.")
+    ] = False,
+    profile: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the profiler writes its trace.")
+    ] = Path("portable-dit-trace.json"),
+    quiet: Annotated[bool, typer.Option(help="Do not log every request.")] = False,
+    strict: StrictFlag = False,
+) -> None:
+    """Serve a recipe until stopped; SIGTERM or Ctrl-C finishes what was accepted first."""
+    try:
+        from portable_dit.server.serving import serve as run
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"serve: needs the package {error.name}, which is not installed. "
+            "Type: pip install 'portable-dit[serve]'"
+        ) from error
+    from portable_dit.server.settings import Limits, Settings, default_jobs_file, read_keys
+
+    recipe = wish.load()
+    if recipe.executor == "torchrun":
+        raise UserError(
+            "executor=torchrun: the server starts its own processes, and torchrun would start many servers. "
+            "Use --distributed-executor-backend mp, or ray for several hosts."
+        )
+    limits = Limits(
+        body_bytes=max_body_mib * MIB,
+        images=max_images,
+        pixels=max_pixels,
+        queue=max_queue,
+        deadline_seconds=deadline,
+    )
+    settings = Settings(
+        host=host,
+        port=port,
+        jobs=jobs or default_jobs_file(port),
+        model_name=served_model_name,
+        keys=read_keys(api_key_file),
+        limits=limits,
+        keep_seconds=keep_hours * 3600,
+        image_hosts=tuple(allow_image_host or ()),
+        allowed_hosts=tuple(name.lower() for name in allowed_host or ()),
+        cors_origins=tuple(cors_origin or ()),
+        strict=strict,
+        profile=profile if enable_diffusion_pipeline_profiler else None,
+    )
+    if not settings.is_loopback and not settings.keys:
+        tell(f"note: {host} can be reached from other machines, and without --api-key-file anybody may draw.")
+
+    def log(line: str) -> None:
+        if not quiet or line.startswith(("worker", "error", "SIG")):
+            tell(line)
+
+    def bound(port: int) -> None:
+        name = f"[{host}]" if ":" in host else host
+        typer.echo(f"http://{name}:{port}")
+        sys.stdout.flush()
+
+    run(recipe, settings, log=log, on_bound=bound)

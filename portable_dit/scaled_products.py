@@ -1,0 +1,192 @@
+"""Linear layers on 8-bit matrix units through torch's own scaled products, for the backends that have them.
+
+Weights keep the canonical order [N, K]; a product wants the second matrix column-major, which is a view of
+it. Inputs are quantised on the way in by `quantize_input`, which a vendor may replace with a faster one that
+gives the same numbers.
+
+Letters: M rows, N out features, K in features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from portable_dit.backend import LinearKernel, Packed
+from portable_dit.capabilities import Capabilities, LinearRequest, Reject
+from portable_dit.formats import Encoded, quantize_blocks
+
+INT8_ROWS = 32  # torch._int_mm wants more than 16 rows
+
+
+class MatrixUnitLinear(LinearKernel):
+    """What the native kernels share. multiple: of K and N, which the matrix units ask for."""
+
+    quantizes_input = True
+    dtypes: frozenset[str] = frozenset({"bfloat16"})
+    multiple: tuple[int, int] = (16, 16)
+
+    def refuse(self, request: LinearRequest, capabilities: Capabilities) -> Reject | None:
+        name = self.format.name
+        if not capabilities.multiplies(name):
+            arch = capabilities.device.arch
+            return Reject(
+                "arch", f"{arch} or this build of torch does not multiply {name} in its matrix units"
+            )
+        if request.dtype not in self.dtypes:
+            return Reject("dtype", f"takes {', '.join(sorted(self.dtypes))}, not {request.dtype}")
+        for what, size, of in (
+            ("in_features", request.in_features, self.multiple[0]),
+            ("out_features", request.out_features, self.multiple[1]),
+        ):
+            if size % of:
+                return Reject(what, f"{size} {what.replace('_', ' ')} are no multiple of {of}")
+        return self.refuse_further(request, capabilities)
+
+    def refuse_further(self, request: LinearRequest, capabilities: Capabilities) -> Reject | None:
+        """What only this kernel refuses, such as a library that is not there."""
+        return None
+
+    def apply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        values, scales = self.quantize_input(x)
+        return self.apply_quantized(values, scales, packed, bias, x.dtype)
+
+    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [M, K] as values [M, K] and scales in the layout that `apply_quantized` takes."""
+        assert self.format.activations is not None
+        return quantize_blocks(x.float(), self.format, self.format.activations)
+
+    def apply_quantized(
+        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """[M, N] in dtype; scales as `quantize_input` gives them."""
+        raise AssertionError("each kernel has its own")
+
+
+class ScaledRowLinear(MatrixUnitLinear):
+    """e4m3 with a scale for each input row and each output channel.
+
+    fast_accumulation: sums stay in the matrix unit's own registers, where a device has the choice.
+    """
+
+    takes_quantized = True
+
+    def __init__(self, id: str = "scaled_mm", *, fast_accumulation: bool = False) -> None:
+        super().__init__("fp8_row", id)
+        self.fast_accumulation = fast_accumulation
+
+    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
+        assert weight.scales is not None
+        return {"values": weight.values, "scales": weight.scales.reshape(1, -1)}  # [1, N]
+
+    def apply_quantized(
+        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        by_row = F.ScalingType.RowWise
+        return F.scaled_mm(
+            values,
+            packed["values"].t(),
+            scale_a=scales,
+            scale_recipe_a=by_row,
+            scale_b=packed["scales"],
+            scale_recipe_b=by_row,
+            bias=bias,
+            output_dtype=dtype,
+            use_fast_accum=self.fast_accumulation,
+        )
+
+
+class ScaledTensorLinear(MatrixUnitLinear):
+    """e4m3 with one scale for all of the input and one for the weight. A row depends on its batch mates."""
+
+    dtypes = frozenset({"bfloat16", "float16"})
+
+    def __init__(self, id: str = "scaled_mm", *, fast_accumulation: bool = False) -> None:
+        super().__init__("fp8_tensor", id)
+        self.fast_accumulation = fast_accumulation
+
+    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
+        assert weight.scales is not None
+        return {"values": weight.values, "scales": weight.scales.reshape(1)}
+
+    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, scales = super().quantize_input(x)
+        return values, scales.reshape(1)
+
+    def apply_quantized(
+        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        whole = F.ScalingType.TensorWise
+        return F.scaled_mm(
+            values,
+            packed["values"].t(),
+            scale_a=scales,
+            scale_recipe_a=whole,
+            scale_b=packed["scales"],
+            scale_recipe_b=whole,
+            bias=bias,
+            output_dtype=dtype,
+            use_fast_accum=self.fast_accumulation,
+        )
+
+
+class ScaledBlocksOf32Linear(MatrixUnitLinear):
+    """e4m3 in blocks of 32 with power-of-two scales in plain order: devices that do not swizzle them."""
+
+    multiple = (32, 16)
+
+    def __init__(self, id: str = "scaled_mm") -> None:
+        super().__init__("mxfp8", id)
+
+    def apply_quantized(
+        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        blocks, plain = F.ScalingType.BlockWise1x32, F.SwizzleType.NO_SWIZZLE
+        out = F.scaled_mm(
+            values,
+            packed["values"].t(),
+            scale_a=scales,
+            scale_recipe_a=blocks,
+            scale_b=packed["scales"],
+            scale_recipe_b=blocks,
+            swizzle_a=plain,
+            swizzle_b=plain,
+            output_dtype=dtype,
+        )
+        return out if bias is None else out + bias
+
+
+class Int8RowLinear(MatrixUnitLinear):
+    """int8 with a scale for each input row and each output channel, summed in int32; rotated or not."""
+
+    dtypes = frozenset({"bfloat16", "float16"})
+
+    def __init__(self, format: str = "int8_row", id: str = "int8_mm") -> None:
+        super().__init__(format, id)
+        self.takes_quantized = not self.format.rotated  # no producer rotates
+
+    def refuse_further(self, request: LinearRequest, capabilities: Capabilities) -> Reject | None:
+        if request.in_features * 127 * 127 >= 1 << 31:
+            return Reject("in_features", f"{request.in_features} products of 127 x 127 overflow int32 sums")
+        return None
+
+    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
+        assert weight.scales is not None
+        return {"values": weight.values, "scales": weight.scales.reshape(1, -1)}  # [1, N]
+
+    def apply_quantized(
+        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        rows = values.shape[0]
+        if rows < INT8_ROWS:
+            values = F.pad(values, (0, 0, 0, INT8_ROWS - rows))
+        sums = torch._int_mm(values, packed["values"].t())[:rows]  # [M, N] int32
+        return self.scale(sums, scales, packed["scales"], bias, dtype)
+
+    def scale(
+        self, sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """int32 sums [M, N] times scales [M, 1] and [1, N], in dtype."""
+        out = sums.float().mul_(rows).mul_(columns)
+        return (out if bias is None else out.add_(bias)).to(dtype)

@@ -1,0 +1,288 @@
+"""Scaling: how long a step and a request take under each layout of a machine, from declared figures alone.
+
+What a machine declares is its dense arithmetic by format, the bandwidth of its memory and that of its links.
+What kernels reach of that was measured once, on one H200 (`docs/benchmarks/h200.md`), and is assumed to hold
+elsewhere: `docs/scaling.md` compares the result with what others published, and says where it does not hold.
+
+    step = matrix products + attention + what is read and written between them + exchanges, none hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from portable_dit.capabilities import Capabilities
+from portable_dit.errors import RecipeError
+from portable_dit.footprint import Offload, measure_footprint
+from portable_dit.layout import Layout, layout_problems, split_shape
+from portable_dit.models.spec import DTYPE_BYTES, ModelSpec, Numbers, Workload
+from portable_dit.traffic import bytes_sent_in_a_step
+
+EXCHANGE_SECONDS = 15e-6  # until an exchange moves its first byte; assumed
+# Values that a block reads and writes between its products, for each row and unit of width.
+BETWEEN = {"hidden": 10, "inner": 4, "ffn": 3}
+PNG_SECONDS_PER_PIXEL = 9e-9  # 0.15 s for 4096 x 4096 on one core (docs/benchmarks/png.md)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Which share of the declared rates software reaches.
+
+    products, eight_bits: of matrix products in 16 bits and in formats of 8. attention: of the 16-bit rate.
+    memory, link: of the bandwidths. decode: of the 16-bit rate, over the whole decoder. The first four are
+    this engine's on one H200 (products of 4,416 and 16,800 rows, FA3); the others are assumed.
+    """
+
+    products: float = 0.80
+    eight_bits: float = 0.74
+    attention: float = 0.63
+    memory: float = 0.88
+    link: float = 0.75
+    decode: float = 0.25
+
+
+OURS = Reached()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One layout. parts: seconds of a step by what takes them. bytes: the peak of one device.
+
+    devices: of one replica; `images_per_hour` counts all replicas that the machine has room for.
+    """
+
+    layout: Layout
+    step_seconds: float
+    request_seconds: float
+    parts: Mapping[str, float]
+    bytes: int
+    fits: bool
+    images_per_hour: float
+
+    @property
+    def exchange_share(self) -> float:
+        return self.parts["exchanges"] / self.step_seconds
+
+
+def rank_layouts(
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    workload: Workload,
+    *,
+    numbers: Mapping[str, Numbers],
+    offload: Offload,
+    steps: int,
+    branches: int = 1,
+    devices: int | None = None,
+) -> list[Prediction]:
+    """Every legal layout of up to `devices` devices, those that fit first, the quickest request first.
+
+    Raises RecipeError when the machine declares too little.
+    """
+    count = devices or capabilities.count
+    found = [
+        predict(
+            spec,
+            capabilities,
+            workload,
+            layout,
+            numbers=numbers,
+            offload=offload,
+            steps=steps,
+            branches=branches,
+            devices=count,
+        )
+        for layout in legal_layouts(spec, count)
+    ]
+    return sorted(found, key=lambda p: (not p.fits, p.request_seconds, p.layout.replica))
+
+
+def legal_layouts(spec: ModelSpec, devices: int) -> Iterator[Layout]:
+    """Layouts of one replica on at most so many devices; text encoder and tiles take all that they can."""
+    degrees = [n for n in range(1, devices + 1) if devices % n == 0]
+    for tensor, ulysses, ring, guidance in product(degrees, degrees, degrees, (1, 2)):
+        size = tensor * ulysses * ring * guidance
+        if size > devices or devices % size:
+            continue
+        layout = Layout(tensor=tensor, ulysses=ulysses, ring=ring, guidance=guidance)
+        if layout_problems(layout, spec, devices=None):
+            continue
+        yield _with_the_rest(layout, spec)
+
+
+def _with_the_rest(layout: Layout, spec: ModelSpec) -> Layout:
+    """The layout with experts, text encoder and tiles over as many of its devices as the rules allow."""
+    for axis, degree in (
+        ("expert", layout.tensor),
+        ("text_encoder_tensor", layout.replica),
+        ("vae_tiles", layout.replica),
+    ):
+        wider: Layout = replace(layout, **{axis: degree})
+        if degree > 1 and not layout_problems(wider, spec, devices=None):
+            layout = wider
+    return layout
+
+
+def predict(
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    workload: Workload,
+    layout: Layout,
+    *,
+    numbers: Mapping[str, Numbers],
+    offload: Offload,
+    steps: int,
+    branches: int = 1,
+    devices: int | None = None,
+    reached: Reached = OURS,
+) -> Prediction:
+    """Time and memory of one layout. steps, branches: of the request."""
+    _require_figures(capabilities, layout)
+    parts = _step(spec, capabilities, workload, layout, numbers["dit"], branches, reached)
+    step = sum(parts.values())
+    around = _text_seconds(spec, capabilities, workload, layout, numbers["text_encoder"], reached)
+    decode = spec.decode_flops(workload.width, workload.height) / layout.vae_tiles
+    around += decode / (_rate(capabilities, numbers["vae"].dtype) * reached.decode)
+    request = around + steps * step + PNG_SECONDS_PER_PIXEL * workload.width * workload.height
+    size = measure_footprint(spec, capabilities, workload, numbers=numbers, offload=offload, layout=layout)
+    replicas = (devices or capabilities.count) // layout.replica
+    return Prediction(layout, step, request, parts, size.peak, size.fits, 3600 * replicas / request)
+
+
+def _step(
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    workload: Workload,
+    layout: Layout,
+    held: Numbers,
+    branches: int,
+    reached: Reached,
+) -> dict[str, float]:
+    """Seconds of one denoise step on the busiest device, by what takes them."""
+    whole = spec.rows(workload) // spec.guidance_branches
+    mine = -(-whole // (layout.ulysses * layout.ring)) * (1 if layout.guidance > 1 else branches)
+    weights = 0.0
+    for group in spec.linears:
+        if group.component == "dit" and group.count == spec.num_blocks:
+            inputs, outputs = split_shape(group, spec, layout)
+            used = spec.experts_per_row if group.experts else 1
+            weights += group.count * used * inputs * outputs
+    products = 2 * mine * weights / _product_rate(capabilities, held, reached)
+    heads = spec.num_heads / layout.tensor
+    scores = 4 * mine * whole * heads * spec.head_dim * spec.num_blocks
+    attention = scores / (_rate(capabilities, held.dtype) * reached.attention)
+    width = (
+        BETWEEN["hidden"] * spec.hidden_size
+        + (BETWEEN["inner"] * spec.num_heads * spec.head_dim + BETWEEN["ffn"] * _ffn(spec)) / layout.tensor
+    )
+    moved = mine * width * DTYPE_BYTES[held.dtype] * spec.num_blocks
+    assert capabilities.memory_bandwidth is not None
+    return {
+        "products": products,
+        "attention": attention,
+        "between": moved / (capabilities.memory_bandwidth * reached.memory),
+        "exchanges": _exchange_seconds(spec, capabilities, workload, layout, held, branches, reached),
+    }
+
+
+def _ffn(spec: ModelSpec) -> int:
+    return spec.ffn_size * (1 + spec.experts_per_row if spec.num_experts else 1)
+
+
+def _exchange_seconds(
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    workload: Workload,
+    layout: Layout,
+    held: Numbers,
+    branches: int,
+    reached: Reached,
+) -> float:
+    sent = sum(bytes_sent_in_a_step(spec, workload, layout, held.dtype, branches=branches).values())
+    if not sent:
+        return 0.0
+    sums = sum(split.component == "dit" and split.along == "in" for split in spec.tensor_plan)
+    calls = (
+        spec.num_blocks * (4 * (layout.ulysses > 1) + (layout.ring - 1) + sums * (layout.tensor > 1))
+        + (layout.ulysses * layout.ring > 1)
+        + (layout.guidance > 1)
+    )
+    assert capabilities.link_bandwidth is not None
+    return sent / (capabilities.link_bandwidth * reached.link) + calls * EXCHANGE_SECONDS
+
+
+def _text_seconds(
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    workload: Workload,
+    layout: Layout,
+    held: Numbers,
+    reached: Reached,
+) -> float:
+    """The text encoder: products of few rows, but never quicker than its weights can be read."""
+    weights = sum(
+        group.count * group.in_features * group.out_features
+        for group in spec.linears
+        if group.component == "text_encoder"
+    )
+    weights //= layout.text_encoder_tensor
+    assert capabilities.memory_bandwidth is not None
+    read = weights * DTYPE_BYTES[held.dtype] / (capabilities.memory_bandwidth * reached.memory)
+    return max(2 * workload.prompt_tokens * weights / _product_rate(capabilities, held, reached), read)
+
+
+def _product_rate(capabilities: Capabilities, held: Numbers, reached: Reached) -> float:
+    """Operations per second of a component's matrix products; weight-only formats compute in the dtype."""
+    format = held.format
+    if format is None or format.endswith("_weight_only") or not capabilities.multiplies(format):
+        return _rate(capabilities, held.dtype) * reached.products
+    same = ("fp8_row", "fp8_tensor", "fp8_block128", "mxfp8")
+    known = [capabilities.compute[name] for name in (format, *same) if name in capabilities.compute]
+    return known[0] * 1e12 * reached.eight_bits
+
+
+def _rate(capabilities: Capabilities, dtype: str) -> float:
+    """Declared operations per second; float32 runs on the matrix units at half the rate of 16 bits."""
+    rate = capabilities.compute.get(dtype) or capabilities.compute["bfloat16"] / (
+        2 if dtype == "float32" else 1
+    )
+    return rate * 1e12
+
+
+def _require_figures(capabilities: Capabilities, layout: Layout) -> None:
+    missing = [] if capabilities.compute.get("bfloat16") else ["compute.bfloat16"]
+    missing += [] if capabilities.memory_bandwidth else ["memory_bandwidth"]
+    missing += [] if capabilities.link_bandwidth or layout.replica == 1 else ["link_bandwidth"]
+    if missing:
+        raise RecipeError(
+            f"{capabilities.device.name} does not declare {', '.join(missing)}, from which times are "
+            "predicted. Name a machine file that does, with --machine."
+        )
+
+
+def table(predictions: Sequence[Prediction], *, most: int) -> list[tuple[str, ...]]:
+    """Rows for people: layout, step, share of exchanges, request, memory, images an hour, parts in ms."""
+    rows: list[tuple[str, ...]] = []
+    for found in predictions[:most]:
+        memory = f"{found.bytes / 2**30:.1f} GiB" + ("" if found.fits else ", too much")
+        rows.append(
+            (
+                words(found.layout),
+                f"{1000 * found.step_seconds:.1f} ms",
+                f"{found.exchange_share:.0%}",
+                f"{found.request_seconds:.2f} s",
+                memory,
+                f"{found.images_per_hour:,.0f}",
+                " + ".join(f"{1000 * seconds:.1f}" for seconds in found.parts.values()),
+            )
+        )
+    return rows
+
+
+def words(layout: Layout) -> str:
+    """What splits the DiT, as a recipe names it; text encoder and tiles use the same devices."""
+    axes = ("guidance", "ring", "ulysses", "tensor", "expert")
+    split = {axis: getattr(layout, axis) for axis in axes}
+    return " ".join(f"{axis} {degree}" for axis, degree in split.items() if degree > 1) or "one device"

@@ -1,0 +1,167 @@
+"""The pipeline profiler: how long each part of the model takes, in the log and as a Chrome trace.
+
+The parts are those that every model has (`embed -> blocks -> head`, and the VAE), under the names that are
+customary for diffusion pipelines:
+
+    text_encoder.forward    the prompt and its references into text states
+    model.forward           one evaluation of the DiT, from latents to velocity
+    patch_embed.forward     its beginning: latents, text and time into hidden rows
+    final_layer.forward     its end: hidden rows into velocity
+    vae.decode              latents into pixels, all tiles
+
+The device is waited for before and after each, so a profiled request is somewhat slower than another. Open
+the trace with chrome://tracing or Perfetto.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from portable_dit.drawing import Drawing
+from portable_dit.errors import OutputError
+from portable_dit.loading import Setup
+from portable_dit.models.spec import Denoiser, Model
+from portable_dit.request import ResolvedRequest
+from portable_dit.result import Event, Result
+from portable_dit.workers import RankReport
+from portable_dit.workers.inline import ThisProcess
+
+MAX_EVENTS = 1_000_000  # some 150 MB of trace
+
+
+class Profiler:
+    """Times of parts, request after request. wait: returns when the device has nothing queued."""
+
+    def __init__(self, path: Path, wait: Callable[[], None], log: Callable[[str], None]) -> None:
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"--profile {path}: cannot be written ({error.strerror}).") from error
+        self._file.write("[\n]\n")
+        self._wait = wait
+        self._log = log
+        self._start = time.perf_counter()
+        self._events: list[dict[str, Any]] = []
+        self._written = 0
+        self._model_begin = 0.0
+
+    @contextmanager
+    def part(self, name: str, **facts: Any) -> Iterator[None]:
+        """Measures what happens inside under a name."""
+        self._wait()
+        begin = time.perf_counter()
+        yield
+        self._wait()
+        self.add(name, begin, time.perf_counter(), **facts)
+
+    def begin_model(self) -> None:
+        self._wait()
+        self._model_begin = time.perf_counter()
+
+    def end_model(self, step: int) -> None:
+        self.add("model.forward", self._model_begin, time.perf_counter(), step=step + 1)
+
+    def add(self, name: str, begin: float, end: float, **facts: Any) -> None:
+        """An event of the trace: microseconds since the profiler started."""
+        at = {"ts": round((begin - self._start) * 1e6, 1), "dur": round((end - begin) * 1e6, 1)}
+        self._events.append({"name": name, "ph": "X", "pid": os.getpid(), "tid": 1, **at, "args": facts})
+
+    def end_request(self, title: str) -> None:
+        """Logs a line for the request and adds its events to the file, which is whole JSON at any time."""
+        seconds: dict[str, list[float]] = {}
+        for event in self._events:
+            seconds.setdefault(event["name"], []).append(event["dur"] / 1e3)
+        parts = (f"{name} {len(times)} x {sum(times) / len(times):.2f} ms" for name, times in seconds.items())
+        self._log(f"profile: {title}: {', '.join(parts)}")
+        if self._written < MAX_EVENTS:
+            text = ",\n".join(json.dumps(event) for event in self._events)
+            self._file.seek(self._file.seek(0, os.SEEK_END) - len("]\n"))
+            self._file.write((",\n" if self._written else "") + text + "]\n")
+            self._file.flush()
+            self._written += len(self._events)
+        self._events.clear()
+
+
+class ProfiledProcess:
+    """This process as the worker of an engine, measured part by part. See `workers.Workers`."""
+
+    replicas = 1
+    leads = True
+    reports: tuple[RankReport, ...] = ()
+
+    def __init__(self, setup: Setup, profiler: Profiler, on_bytes: Callable[[str, int, int], None]) -> None:
+        self._setup = setup
+        self._profiler = profiler
+        self._process = ThisProcess(setup, on_component=lambda name: None, on_bytes=on_bytes)
+        loaded = self._process.loaded
+        assert loaded is not None
+        self._loaded = replace(loaded, model=cast(Model, _ProfiledModel(loaded.model, profiler)))
+
+    def draw(
+        self,
+        request: ResolvedRequest,
+        emit: Callable[[Event], None],
+        cancelled: Callable[[], bool],
+        previews: bool,
+    ) -> Result:
+        try:
+            return Drawing(self._setup, self._loaded, request, emit, cancelled, previews).run()
+        finally:
+            self._profiler.end_request(f"{request.width}x{request.height}, {request.steps} steps")
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class _ProfiledModel:
+    """A model whose parts are measured; everything else is the model's own."""
+
+    def __init__(self, model: Model, profiler: Profiler) -> None:
+        self._model = model
+        self._profiler = profiler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def encode_prompt(self, *arguments: Any) -> Any:
+        with self._profiler.part("text_encoder.forward"):
+            return self._model.encode_prompt(*arguments)
+
+    def prepare(self, *arguments: Any, **options: Any) -> Any:
+        with self._profiler.part("prepare"):
+            return _ProfiledDenoiser(self._model.prepare(*arguments, **options), self._profiler)
+
+    def decode(self, *arguments: Any, **options: Any) -> Tensor:
+        with self._profiler.part("vae.decode"):
+            return self._model.decode(*arguments, **options)
+
+
+class _ProfiledDenoiser:
+    """A denoiser whose beginning and end are measured; what lies between is the rest of model.forward."""
+
+    def __init__(self, denoiser: Denoiser, profiler: Profiler) -> None:
+        self._denoiser = denoiser
+        self._profiler = profiler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._denoiser, name)
+
+    def embed(self, latents: Tensor, step: int) -> tuple[Tensor, tuple[Any, ...]]:
+        self._profiler.begin_model()
+        with self._profiler.part("patch_embed.forward", step=step + 1):
+            return self._denoiser.embed(latents, step)
+
+    def head(self, hidden: Tensor, step: int) -> Tensor:
+        with self._profiler.part("final_layer.forward", step=step + 1):
+            velocity = self._denoiser.head(hidden, step)
+        self._profiler.end_model(step)
+        return velocity

@@ -1,0 +1,134 @@
+"""Running the application: uvicorn, and what SIGTERM, a second SIGTERM and Ctrl-C mean."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from portable_dit.errors import RecipeError, UserError
+from portable_dit.recipe import Recipe
+from portable_dit.server.app import create_app
+from portable_dit.server.messages import LoadFailed
+from portable_dit.server.service import Service
+from portable_dit.server.settings import Settings
+
+LAST_WORDS_SECONDS = 10  # for answers that are being sent when the server has nothing left to draw
+
+
+def serve(
+    recipe: Recipe, settings: Settings, *, log: Callable[[str], None], on_bound: Callable[[int], None]
+) -> None:
+    """Serves until a signal. The first drains: what was accepted is finished. The second ends it now.
+
+    on_bound: told the port, once it answers. Raises the error of a recipe that cannot be loaded.
+    """
+    failures: list[LoadFailed] = []
+
+    def fail(failed: LoadFailed) -> None:
+        failures.append(failed)
+        server.should_exit = True
+
+    app = create_app(recipe, settings, on_fatal=fail, log=log)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=_protocol(settings.limits.header_seconds),
+        ws="none",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=settings.limits.connections,
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    server = _Server(config, app.state.service, log, on_bound)
+    with _bound(settings) as listening:
+        server.run(sockets=[listening])
+    if failures:
+        raise _error_of(failures[0])
+
+
+def _bound(settings: Settings) -> socket.socket:
+    """The socket to listen on. Raises UserError when it cannot be had."""
+    host, port = settings.host, settings.port
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise UserError(
+            f"--host {host} --port {port}: cannot be listened on ({error.strerror}). Another server may be "
+            "there; --port 0 takes a free port."
+        ) from error
+    return listening
+
+
+def _error_of(failed: LoadFailed) -> RecipeError:
+    error = RecipeError(failed.message)
+    error.exit_code = failed.exit_code
+    return error
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with signals of our own."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        log: Callable[[str], None],
+        on_bound: Callable[[int], None],
+    ) -> None:
+        super().__init__(config)
+        self.service = service
+        self.log = log
+        self.on_bound = on_bound
+        self.draining = False
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_bound(sockets[0].getsockname()[1])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        name = signal.Signals(sig).name
+        if self.draining:
+            self.log(f"{name} again: stopping now")
+            self.should_exit = self.force_exit = True
+            return
+        self.draining = True
+        waiting = len(self.service.tickets)
+        self.log(f"{name}: finishing {waiting} accepted requests, then stopping; once more stops now")
+        asyncio.get_running_loop().call_soon_threadsafe(self._start_drain)
+
+    def _start_drain(self) -> None:
+        self.service.spawn(self._drain())
+
+    async def _drain(self) -> None:
+        await self.service.drain()
+        self.should_exit = True
+
+
+def _protocol(header_seconds: float) -> type[H11Protocol]:
+    """uvicorn's HTTP, with an end to connections that never say what they want."""
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.loop.call_later(header_seconds, self._close_if_silent)
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None and not self.transport.is_closing():
+                self.transport.close()
+
+    return Impatient

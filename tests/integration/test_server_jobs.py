@@ -1,0 +1,340 @@
+"""Jobs, cancelling, lost workers, restarts and signals, each against a real server process."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from server_process import RunningServer, eventually, running
+
+from portable_dit.engine import Engine
+from portable_dit.request import Request
+
+
+@pytest.fixture(scope="module")
+def server(tiny_recipe: Path, tmp_path_factory) -> Iterator[RunningServer]:
+    with running(tiny_recipe, tmp_path_factory.mktemp("server") / "jobs.sqlite3") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def slow(make_checkpoint, tmp_path_factory) -> Path:
+    """A recipe whose largest picture, many at once, takes long enough to be stopped in the middle."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("slow"), max_side=1024, max_pixels=512 * 512)
+    recipe = folder / "slow.yaml"
+    recipe.write_text(f"model: h3-mini\nweights: {folder}\ndevice: {{backend: cpu}}\nprecision: float32\n")
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def slow_server(slow: Path, tmp_path_factory) -> Iterator[RunningServer]:
+    jobs = tmp_path_factory.mktemp("server") / "jobs.sqlite3"
+    with running(slow, jobs, "--max-images", "128") as server:
+        yield server
+
+
+LONG = {"prompt": "a red apple", "size": "512x512", "n": 128}
+SHORT = {"prompt": "a red apple", "size": "64x64", "seed": 1}
+
+
+def submit(server: RunningServer, body: dict) -> str:
+    answer = server.post("/v1/jobs", body)
+    assert answer.status == 202, answer.body
+    assert answer.headers["location"] == f"/v1/jobs/{answer.json['id']}"
+    return answer.json["id"]
+
+
+def job(server: RunningServer, id: str) -> dict:
+    return server.get(f"/v1/jobs/{id}").json
+
+
+def wait_for(server: RunningServer, id: str, *states: str) -> dict:
+    return eventually(lambda: (found := job(server, id))["status"] in states and found, f"{id} is {states}")
+
+
+def events_of(server: RunningServer, id: str) -> list[tuple[str, dict]]:
+    text = server.get(f"/v1/jobs/{id}/events").body.decode()
+    found = []
+    for block in text.strip().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if lines:
+            found.append((lines["event"], json.loads(lines["data"])))
+    return found
+
+
+def steps_done(server: RunningServer) -> float:
+    lines = server.get("/metrics").body.decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("portable_dit_steps_total "))
+
+
+def test_a_job_ends_with_the_picture_that_the_engine_draws(server, tiny_recipe):
+    id = submit(server, {**SHORT, "size": "96x64", "seed": 4, "n": 2})
+    done = wait_for(server, id, "finished")
+    with Engine.load(tiny_recipe) as engine:
+        expected = engine.generate(Request("a red apple", size=(96, 64), seed=4, images=2, format="png"))
+    files = [server.get(image["url"].removeprefix(server.url)).body for image in done["images"]]
+    assert files == [picture.encoded["png"] for picture in expected.images]
+    result = server.get(f"/v1/jobs/{id}/result").json
+    assert [base64.b64decode(item["b64_json"]) for item in result["data"]] == files
+    assert [item["seed"] for item in result["data"]] == [4, 5]
+
+
+def test_events_tell_every_step_with_a_preview_and_then_the_end(slow_server):
+    id = submit(slow_server, {"prompt": "a red apple", "size": "512x512", "previews": True})
+    *steps, (name, last) = events_of(slow_server, id)
+    assert (name, last["status"], len(last["images"])) == ("finished", "finished", 1)
+    numbers = [data["step"] for kind, data in steps if kind == "step"]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 6
+    assert any(data.get("preview", "").startswith("data:image/png;base64,") for _, data in steps)
+
+
+def test_events_of_an_ended_job_are_its_end(server):
+    id = submit(server, SHORT)
+    wait_for(server, id, "finished")
+    assert [name for name, _ in events_of(server, id)] == ["finished"]
+
+
+def test_a_cancelled_job_frees_the_device_at_the_next_step(slow_server):
+    id = submit(slow_server, LONG)
+    wait_for(slow_server, id, "running")
+    assert slow_server.post(f"/v1/jobs/{id}/cancel").json["status"] == "cancelled"
+    assert slow_server.draw(size="64x64").status == 200, "the next request is drawn"
+    assert slow_server.get(f"/v1/jobs/{id}/result").error["code"] == "job_cancelled"
+    assert events_of(slow_server, id)[-1][0] == "cancelled"
+    assert slow_server.post(f"/v1/jobs/{id}/cancel").json["status"] == "cancelled", "once more does no harm"
+
+
+def test_a_job_that_waits_can_be_cancelled(slow_server):
+    first, second = submit(slow_server, LONG), submit(slow_server, LONG)
+    assert job(slow_server, second)["position"] in (0, 1)
+    assert slow_server.post(f"/v1/jobs/{second}/cancel").json["status"] == "cancelled"
+    assert slow_server.post(f"/v1/jobs/{first}/cancel").json["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/chat/completions"])
+def test_a_caller_who_leaves_frees_the_device(slow_server, path):
+    body: dict = {**LONG, "n": 100}
+    if path.endswith("completions"):
+        body = {"messages": [{"role": "user", "content": body.pop("prompt")}], **body}
+    connection = http.client.HTTPConnection("127.0.0.1", slow_server.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    eventually(lambda: slow_server.get("/server_info").json["workers"][0]["drawing"], "it is being drawn")
+    connection.close()
+    eventually(
+        lambda: not slow_server.get("/server_info").json["workers"][0]["drawing"], "the worker is free", 30
+    )
+
+
+def test_a_caller_who_leaves_a_stream_frees_the_device(slow_server):
+    connection = http.client.HTTPConnection("127.0.0.1", slow_server.port, timeout=60)
+    body = json.dumps({**LONG, "stream": True, "partial_images": 3})
+    connection.request("POST", "/v1/images/generations", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.readline().startswith(b"event: image_generation.partial_image")
+    response.close()
+    connection.close()
+    eventually(
+        lambda: not slow_server.get("/server_info").json["workers"][0]["drawing"], "the worker is free", 30
+    )
+
+
+def test_a_lost_worker_is_told_to_its_caller_and_replaced(slow_server):
+    with ThreadPoolExecutor(2) as pool:
+        lost = pool.submit(slow_server.post, "/v1/images/generations", LONG)
+        eventually(lambda: slow_server.get("/server_info").json["workers"][0]["drawing"], "it is being drawn")
+        waiting = pool.submit(slow_server.draw, size="64x64")
+        eventually(lambda: slow_server.get("/server_info").json["queue"]["waiting"], "one waits")
+        os.kill(slow_server.worker_pid, signal.SIGKILL)
+        answer = lost.result(60)
+        assert (answer.status, answer.error["code"]) == (503, "worker_lost")
+        assert answer.headers["retry-after"]
+        slow_server.wait_ready(False)
+        assert slow_server.get("/health").status == 200
+        assert waiting.result(120).status == 200, "the queue goes on with the next worker"
+    assert slow_server.get("/server_info").json["workers"][0]["starts"] == 2
+
+
+def test_a_worker_is_lost_while_nobody_waits(server):
+    before = server.worker_pid
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: server.worker_pid != before and server.get("/ready").status == 200, "another is ready")
+    assert server.draw(size="64x64").status == 200
+
+
+def test_too_many_requests_are_told_when_to_come_again(slow, tmp_path):
+    with running(slow, tmp_path / "jobs.sqlite3", "--max-queue", "2", "--max-images", "128") as server:
+        first = submit(server, LONG)
+        wait_for(server, first, "running")
+        waiting = [submit(server, LONG) for _ in range(2)]
+        refused = server.post("/v1/jobs", SHORT)
+        assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+        assert int(refused.headers["retry-after"]) >= 1
+        for id in (first, *waiting):
+            server.post(f"/v1/jobs/{id}/cancel")
+        assert server.draw(size="64x64").status == 200
+
+
+def test_what_takes_too_long_ends_in_time(slow, tmp_path):
+    with running(slow, tmp_path / "jobs.sqlite3", "--deadline", "0.5", "--max-images", "128") as server:
+        answer = server.post("/v1/images/generations", LONG)
+        assert (answer.status, answer.error["code"]) == (504, "deadline")
+        assert server.draw(size="64x64").status == 200
+
+
+def test_a_restart_keeps_pictures_resumes_what_waited_and_tells_what_was_interrupted(slow, tmp_path):
+    jobs = tmp_path / "jobs.sqlite3"
+    with running(slow, jobs, "--max-images", "128") as server:
+        finished = submit(server, SHORT)
+        picture = wait_for(server, finished, "finished")["images"][0]["url"].removeprefix(server.url)
+        data = server.get(picture).body
+        interrupted = submit(server, LONG)
+        wait_for(server, interrupted, "running")
+        waited = submit(
+            server, {**SHORT, "images": [f"data:image/png;base64,{base64.b64encode(data).decode()}"]}
+        )
+        server.process.kill()
+        server.process.wait(60)
+    with running(slow, jobs, "--max-images", "128") as server:
+        assert server.get(picture).body == data
+        assert job(server, interrupted)["status"] == "interrupted"
+        assert server.get(f"/v1/jobs/{interrupted}/result").error["code"] == "job_interrupted"
+        again = wait_for(server, waited, "finished")
+        assert again["images"][0]["seed"] == 1
+        newest = server.get("/v1/jobs").json["data"]
+        assert [item["id"] for item in newest] == [waited, interrupted, finished]
+        assert server.request("DELETE", f"/v1/jobs/{finished}").status == 204
+        assert server.get(picture).status == 404
+
+
+def test_a_port_that_is_taken_is_refused(server, tiny_recipe, tmp_path, cli):
+    flags = ("--recipe", tiny_recipe, "--jobs", tmp_path / "jobs", "--port", server.port)
+    refused = cli("serve", *flags)
+    assert (refused.exit_code, "cannot be listened on" in refused.stderr) == (2, True)
+
+
+def test_a_full_disk_is_told_and_the_server_goes_on(tiny_recipe, tmp_path):
+    """A limit on the size of files stands for the disk; it is lifted later."""
+    with running(tiny_recipe, tmp_path / "jobs.sqlite3") as server:
+        size = (tmp_path / "jobs.sqlite3").stat().st_size
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        answers = [
+            server.post("/v1/jobs", {**SHORT, "prompt": "a red apple" + " on" * 60}) for _ in range(40)
+        ]
+        refused = [answer for answer in answers if answer.status != 202]
+        assert refused, "40 jobs do not fit"
+        assert {(answer.status, answer.error["code"]) for answer in refused} == {(503, "storage")}
+        assert server.draw(size="64x64").status == 200, "what needs no disk is drawn"
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        wait_for(server, submit(server, SHORT), "finished")
+
+
+def test_two_servers_do_not_share_a_jobs_file(server, tiny_recipe, cli):
+    path = next(arg for arg in server.process.args if str(arg).endswith("jobs.sqlite3"))
+    refused = cli("serve", "--recipe", tiny_recipe, "--jobs", path, "--port", 0)
+    assert refused.exit_code == 2
+    assert "another server keeps its jobs there" in refused.stderr
+
+
+def test_a_stop_finishes_what_was_accepted_and_a_second_one_does_not(slow, tmp_path):
+    jobs = tmp_path / "jobs.sqlite3"
+    with running(slow, jobs, "--max-images", "128") as server, ThreadPoolExecutor(2) as pool:
+        some = pool.submit(server.post, "/v1/images/generations", {**LONG, "n": 6})
+        eventually(lambda: server.get("/server_info").json["workers"][0]["drawing"], "it is being drawn")
+        more = pool.submit(server.post, "/v1/images/generations", SHORT)
+        eventually(lambda: server.get("/server_info").json["queue"]["waiting"], "one waits")
+        worker = server.worker_pid
+        server.process.send_signal(signal.SIGTERM)
+        refused = eventually(lambda: (a := server.draw()).status == 503 and a, "nothing more is accepted")
+        assert refused.error["code"] == "draining"
+        assert server.get("/ready").status == 503
+        assert len(some.result(120).json["data"]) == 6
+        assert more.result(120).status == 200
+        assert server.process.wait(60) == 0
+        assert not Path(f"/proc/{worker}").exists()
+    with running(slow, jobs, "--max-images", "128") as server:
+        id = submit(server, LONG)
+        wait_for(server, id, "running")
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.get("/ready").status == 503, "it drains")
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(20)
+
+
+def test_a_server_that_is_killed_takes_its_worker_along(tiny_recipe, tmp_path):
+    with running(tiny_recipe, tmp_path / "jobs.sqlite3") as server:
+        worker = server.worker_pid
+        server.process.kill()
+        server.process.wait(60)
+        eventually(lambda: not _alive(worker), "the worker is gone", 30)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_recipe_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path, make_checkpoint):
+    folder = make_checkpoint(tmp_path / "broken")
+    (folder / "vae" / "model.safetensors").write_bytes(b"no tensors")
+    recipe = tmp_path / "broken.yaml"
+    recipe.write_text(f"model: h3-mini\nweights: {folder}\ndevice: {{backend: cpu}}\n")
+    with running(recipe, tmp_path / "jobs.sqlite3", wait=False) as server:
+        assert server.process.wait(60) == 2
+    assert server.log[0].startswith("error:")
+    assert "vae/model.safetensors: 10 bytes" in "".join(server.log)
+
+
+def test_clients_take_turns(slow, tmp_path):
+    """One client's many requests do not stand before another's only one."""
+    keys = tmp_path / "keys"
+    keys.write_text("first-client-0123456789\nsecond-client-0123456789\n")
+    with running(slow, tmp_path / "jobs.sqlite3", "--api-key-file", str(keys)) as server:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in keys.read_text().split())
+        order: list[str] = []
+
+        def draw(name: str, headers: dict[str, str]) -> None:
+            body = {"prompt": "a red apple", "size": "512x512", "n": 2}
+            assert server.post("/v1/images/generations", body, headers=headers).status == 200
+            order.append(name)
+
+        threads = [threading.Thread(target=draw, args=("one", one)) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        waiting = "/server_info"
+        eventually(lambda: server.get(waiting, headers=one).json["queue"]["waiting"] == 4, "four wait")
+        other = threading.Thread(target=draw, args=("two", two))
+        other.start()
+        for thread in (*threads, other):
+            thread.join(120)
+        assert order.index("two") <= 2, order
+        assert server.get("/v1/jobs", headers=two).json["data"] == []
+        assert server.get("/v1/jobs").status == 401
+
+
+def test_the_profiler_logs_each_part_and_writes_a_trace_that_opens(tiny_recipe, tmp_path):
+    trace = tmp_path / "trace.json"
+    flags = ("--enable-diffusion-pipeline-profiler", "--profile", str(trace))
+    with running(tiny_recipe, tmp_path / "jobs.sqlite3", *flags) as server:
+        bodies = [server.draw(size="96x64", seed=seed).body for seed in (1, 2)]
+        assert len(bodies) == 2
+        parts = json.loads(trace.read_text())
+        server.stop()
+    counts = {name: sum(part["name"] == name for part in parts) for name in {part["name"] for part in parts}}
+    assert counts["model.forward"] == counts["patch_embed.forward"] == counts["final_layer.forward"] == 12
+    assert counts["vae.decode"] == 2
+    for forward in (part for part in parts if part["name"] == "model.forward"):
+        inside = [part for part in parts if forward["ts"] <= part["ts"] < forward["ts"] + forward["dur"]]
+        assert {"patch_embed.forward", "final_layer.forward"} <= {part["name"] for part in inside}
+    assert sum("profile: 96x64, 6 steps: " in line and "vae.decode 1 x " in line for line in server.log) == 2

@@ -1,0 +1,1 @@
+"""Vendors' devices without the vendors' hardware; see README.md here."""

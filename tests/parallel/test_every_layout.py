@@ -1,0 +1,286 @@
+"""Every layout draws the picture of one process: h3-mini, H3-Image with references, HunyuanImage-3.
+
+float32 pictures of Ulysses, VAE tiles and text encoders without a sum are the same to the bit. Where a sum is
+taken in another order (tensor, experts, ring, a batch of two branches), pixels are off by one level at most
+in float32. In bfloat16 and with 8-bit weights the bound is twice what the format itself changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from apart_device import PLUGIN
+from many_layouts import Answer, Job
+
+from portable_dit import Engine, Request
+from portable_dit.catalog import read_spec
+from portable_dit.layout import Layout, layout_problems
+from portable_dit.loading import set_up
+from portable_dit.models.h3_image import random_checkpoint
+from portable_dit.models.h3_image.qwen_config import TINY_QWEN
+from portable_dit.models.spec import Workload
+from portable_dit.recipe import make_recipe
+from portable_dit.traffic import bytes_sent_in_a_step
+
+HERE = Path(__file__).parent
+TIMEOUT = 400
+RNG = np.random.default_rng(0)
+PICTURES = tuple(RNG.integers(0, 256, (80 + 16 * n, 96, 3), dtype=np.uint8) for n in range(2))
+# Uneven on purpose: 12 x 8 target rows and what the prompt and two references add are divided by nothing.
+REQUESTS = {
+    "h3-mini": Request("make it a red apple", references=PICTURES[:1], size=(96, 64), seed=3),
+    "h3-image": Request("put the apple on a table", references=PICTURES, size=(192, 128), seed=4),
+    "hunyuan-image-3": Request("a red apple", steps=3, guidance_scale=4.0, seed=5),
+}
+NUMBERS = {
+    "float32": {"precision": "float32"},
+    "bfloat16": {"precision": "bfloat16"},
+    "fp8": {"precision": "float32", "quantization.dit": "fp8_row"},
+}
+OFFLOAD = {"resident": {}, "layerwise": {"offload.dit": "layerwise"}}
+BYTES_STORED = 2  # of a weight in the checkpoints of both large models
+BIT_FOR_BIT = {"ulysses", "vae_tiles", "data"}  # axes that change no sum
+LAYOUTS = {
+    2: (
+        {"ulysses": 2},
+        {"ulysses": 2, "vae_tiles": 2},
+        {"tensor": 2},
+        {"tensor": 2, "text_encoder_tensor": 2, "vae_tiles": 2},
+        {"ring": 2},
+        {"guidance": 2},
+        {"tensor": 2, "expert": 2},
+    ),
+    3: ({"ring": 3, "vae_tiles": 3},),
+    4: (
+        {"ulysses": 4, "vae_tiles": 4},
+        {"tensor": 4, "text_encoder_tensor": 2},
+        {"tensor": 2, "ulysses": 2},
+        {"ring": 2, "ulysses": 2},
+        {"tensor": 2, "ring": 2, "vae_tiles": 2},
+        {"guidance": 2, "ulysses": 2},
+        {"guidance": 2, "tensor": 2, "expert": 2},
+        {"tensor": 4, "expert": 2},
+    ),
+}
+
+
+def label(layout: dict[str, int]) -> str:
+    return "-".join(f"{axis}{degree}" for axis, degree in layout.items())
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory, tiny_checkpoint):
+    """Keys of each model's recipe."""
+    from portable_dit.models.hunyuan_image_3 import random_checkpoint as hunyuan
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:  # with a text encoder whose heads can be divided
+        text = replace(TINY_QWEN, num_attention_heads=4, num_key_value_heads=2)
+        patch.setitem(random_checkpoint.CONFIGS, "tiny", replace(random_checkpoint.TINY, text=text))
+        random_checkpoint.write_random(folder / "h3", config="tiny", dialect="original", seed=0)
+    _shrink_references(folder / "h3")
+    hunyuan.write_random(folder / "hunyuan", config="tiny", dialect="base", seed=0)
+    weights = {"h3-mini": tiny_checkpoint, "h3-image": folder / "h3", "hunyuan-image-3": folder / "hunyuan"}
+    return {name: {"model": name, "weights": str(place)} for name, place in weights.items()}
+
+
+def _shrink_references(folder: Path) -> None:
+    """References of 96 x 64 pixels instead of a million, seen by a vision tower that takes small ones."""
+    for file, keys in (
+        ("scheduler/scheduler_config.json", {"reference_pixels": 96 * 64}),
+        ("processor/preprocessor_config.json", {"size": {"shortest_edge": 1024, "longest_edge": 65536}}),
+    ):
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**config, **keys}))
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory):
+    """A device with memory of its own, installed where other processes find it too."""
+    from plugin_shelf import Shelf
+
+    folder = tmp_path_factory.mktemp("shelf")
+    Shelf(folder, name="matrix").install("apart", PLUGIN.format(arguments=""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield {"device.backend": "apart"}
+
+
+@pytest.fixture(scope="module")
+def alone(recipes, device):
+    """The picture of one process: alone(model, numbers). bytes_read: by model, what loading it reads."""
+
+    class Alone:
+        def __init__(self):
+            self.bytes_read: dict[str, int] = {}
+            self.known: dict[tuple[str, str], np.ndarray] = {}
+
+        def __call__(self, model: str, numbers: str) -> np.ndarray:
+            if (model, numbers) not in self.known:
+                recipe = make_recipe({}, {**recipes[model], **device, **NUMBERS[numbers]})
+                with Engine.load(recipe) as engine:
+                    self.bytes_read[model] = engine.workers.loaded.bytes_read
+                    self.known[model, numbers] = engine.generate(REQUESTS[model]).images[0].pixels
+            return self.known[model, numbers]
+
+    return Alone()
+
+
+def jobs_for(world: int, recipes, device) -> list[Job]:
+    """Every layout that each model has for so many processes, with the formats and the places of weights."""
+    jobs = []
+    for model, keys in recipes.items():
+        spec = read_spec(make_recipe({}, keys))
+        for layout in LAYOUTS[world]:
+            if layout_problems(Layout(**layout), spec, devices=None):
+                continue
+            degrees = {f"layout.{axis}": degree for axis, degree in layout.items()}
+            for numbers, offload in product(NUMBERS, OFFLOAD):
+                wish = {**keys, **device, **degrees, **NUMBERS[numbers], **OFFLOAD[offload]}
+                name = f"{model}|{label(layout)}|{numbers}|{offload}"
+                trace = (numbers, offload) == ("float32", "resident")
+                jobs.append(Job(name, wish, REQUESTS[model], trace=trace))
+    return jobs
+
+
+def run_ranks(world: int, jobs: list[Job], folder: Path) -> dict[str, Answer]:
+    """What processes of one start draw with all jobs. Each layout uses all of them."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    file = folder / "jobs"
+    file.write_bytes(pickle.dumps(jobs))
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, str(HERE / "many_layouts.py"), str(file)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(store.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(text[-3000:] for text in said)
+    answers: dict[str, Answer] = pickle.loads(file.with_suffix(".answers").read_bytes())
+    return answers
+
+
+@pytest.fixture(scope="module", params=sorted(LAYOUTS), ids=lambda world: f"{world}-processes")
+def drawn(request, recipes, device, tmp_path_factory):
+    """(jobs, answers) of one number of processes."""
+    jobs = jobs_for(request.param, recipes, device)
+    return jobs, run_ranks(request.param, jobs, tmp_path_factory.mktemp("ranks"))
+
+
+def off(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    return np.abs(ours.astype(int) - theirs)
+
+
+def test_every_layout_draws_the_picture_of_one_process(drawn, alone):
+    jobs, answers = drawn
+    problems = []
+    for job in jobs:
+        model, layout, numbers, _ = job.name.split("|")
+        picture, one, exact = answers[job.name].pixels, alone(model, numbers), alone(model, "float32")
+        apart = off(picture, one)
+        axes = {axis.rstrip("0123456789") for axis in layout.split("-")}
+        if axes <= BIT_FOR_BIT:
+            right = not apart.any()
+        elif numbers == "float32":
+            right = apart.max() <= 1
+        else:
+            right = apart.mean() <= 2 * off(one, exact).mean()
+        if not right:
+            own = off(one, exact).mean()
+            problems.append(
+                f"{job.name}: off by {apart.max()}, mean {apart.mean():.4f}, the format {own:.4f}"
+            )
+    assert not problems, "\n".join(problems)
+
+
+def test_where_weights_rest_changes_nothing(drawn):
+    jobs, answers = drawn
+    for job in jobs:
+        if job.name.endswith("|layerwise"):
+            resident = answers[job.name.replace("|layerwise", "|resident")]
+            assert np.array_equal(answers[job.name].pixels, resident.pixels), job.name
+
+
+def test_a_rank_reads_its_share_of_the_weights_and_no_more(drawn, recipes, alone):
+    jobs, answers = drawn
+    for job in jobs:
+        model, layout, numbers, _ = job.name.split("|")
+        degrees = Layout(**{axis: int(n) for axis, n in re.findall(r"([a-z_]+)(\d+)", layout)})
+        read = answers[job.name].bytes_read
+        assert len(set(read)) == 1, job.name  # nobody reads for the others
+        if numbers == "float32" and model != "h3-mini":
+            spec = read_spec(make_recipe({}, recipes[model]))
+            saved = 0
+            for group in spec.linears:
+                if (group.component, group.pattern) in {(s.component, s.pattern) for s in spec.tensor_plan}:
+                    degree = {"dit": degrees.tensor, "text_encoder": degrees.text_encoder_tensor}
+                    size = group.count * (group.experts or 1) * group.in_features * group.out_features
+                    saved += BYTES_STORED * (size - size // degree[group.component])
+            assert read[0] == alone.bytes_read[model] - saved, job.name
+
+
+def test_the_plan_says_what_each_rank_sends_in_a_step(drawn):
+    jobs, answers = drawn
+    for job in jobs:
+        if job.trace:
+            setup, answer = set_up(make_recipe({}, job.keys)), answers[job.name]
+            request = setup.resolve(job.request)
+            sizes = tuple(reference.size for reference in request.references)
+            words = Workload(request.width, request.height, 0, sizes)
+            rest = setup.spec.rows(words) // setup.spec.guidance_branches
+            said = bytes_sent_in_a_step(
+                setup.spec,
+                replace(words, prompt_tokens=max(answer.rows - rest, 0)),
+                setup.plan.layout,
+                "float32",
+                branches=setup.spec.branches(request.guidance_scale),
+            )
+            assert answer.sent[0] == said, job.name
+
+
+MUTATIONS = (
+    ("drop_the_tail", "h3-image", {"ulysses": 2}),
+    ("drop_the_tail", "h3-image", {"ring": 2}),
+    ("shared_as_split", "hunyuan-image-3", {"ulysses": 2}),
+    ("sum_not_taken", "h3-image", {"tensor": 2}),
+    ("sum_not_taken", "hunyuan-image-3", {"tensor": 2, "expert": 2}),
+    ("sum_not_taken", "h3-image", {"tensor": 2, "text_encoder_tensor": 2}),
+    ("ring_forgets_a_turn", "h3-image", {"ring": 2}),
+    ("wrong_branch", "hunyuan-image-3", {"guidance": 2}),
+)
+
+
+def test_each_planted_fault_is_seen(recipes, device, alone, tmp_path):
+    """What the first test would miss if it could not fail."""
+    jobs = []
+    for number, (mutation, model, layout) in enumerate(MUTATIONS):
+        degrees = {f"layout.{axis}": degree for axis, degree in layout.items()}
+        wish = {**recipes[model], **device, **degrees, **NUMBERS["float32"]}
+        jobs.append(Job(f"{number} {mutation} {model}", wish, REQUESTS[model], mutation=mutation))
+    answers = run_ranks(2, jobs, tmp_path)
+    for job, (_, model, _) in zip(jobs, MUTATIONS, strict=True):
+        answer = answers[job.name]
+        assert answer.problem or off(answer.pixels, alone(model, "float32")).max() > 1, job.name

@@ -1,0 +1,146 @@
+"""The same pictures when torchrun or Ray starts the processes, and replicas that share the work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from portable_dit import Engine, Request
+from portable_dit.errors import RecipeError
+from portable_dit.loading import set_up
+from portable_dit.result import Drawn
+
+PATIENCE = 200
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_recipe):
+    """Three pictures of one process."""
+    with Engine.load(tiny_recipe) as engine:
+        return [image.pixels for image in engine.generate(Request("a red apple", images=3)).images]
+
+
+def test_replicas_share_the_images_of_a_request_and_draw_side_by_side(tiny_recipe, alone):
+    with Engine.load(tiny_recipe, {"layout.data": 2}) as engine:
+        assert engine.places == 2
+        drawn = []
+        result = engine.generate(Request("a red apple", images=3), on_event=drawn.append)
+        assert [image.seed for image in result.images] == [0, 1, 2]
+        for image, pixels in zip(result.images, alone, strict=True):
+            assert np.array_equal(image.pixels, pixels)
+        assert sorted(event.image for event in drawn if isinstance(event, Drawn)) == [0, 1, 2]
+        both: dict[int, np.ndarray] = {}
+
+        def one(seed: int) -> None:
+            both[seed] = engine.generate(Request("a red apple", seed=seed)).images[0].pixels
+
+        threads = [threading.Thread(target=one, args=(seed,)) for seed in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(np.array_equal(both[seed], alone[seed]) for seed in (0, 1))
+
+
+def test_one_replica_that_dies_does_not_take_the_other_along(tiny_recipe, alone):
+    with Engine.load(tiny_recipe, {"layout.data": 2}) as engine:
+        first, second = (report.process for report in engine.reports)
+        psutil.Process(first).kill()
+        for _ in range(2):  # one is drawn by the survivor, one by the replica that starts again
+            assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone[0])
+        assert second in [report.process for report in engine.reports]
+        assert first not in [report.process for report in engine.reports]
+
+
+def torchrun(*words: object, processes: int) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [TORCHRUN, "--nproc-per-node", processes, "--master-addr", "127.0.0.1", "--master-port", 0]
+    command += ["-m", "portable_dit", "run", "--prompt", "a red apple"]
+    command += ["--distributed-executor-backend", "torchrun", *words]
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )
+
+
+def test_torchrun_draws_the_same_pictures_and_one_rank_writes_them(tiny_recipe, alone, tmp_path):
+    words = ("--recipe", tiny_recipe, "--usp", 2, "--set", "layout.data=2", "-n", 3)
+    done = torchrun(*words, "-o", tmp_path / "apple.png", processes=4)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / f"apple-{n}.png") for n in (1, 2, 3)]
+    for number, pixels in enumerate(alone, 1):
+        with Image.open(tmp_path / f"apple-{number}.png") as picture:
+            assert np.array_equal(np.array(picture), pixels)
+
+
+def test_torchrun_is_told_apart_from_its_absence(tiny_recipe, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RecipeError, match="not started by torchrun"):
+        Engine.load(tiny_recipe, {"layout.ulysses": 2, "executor": "torchrun"})
+
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+
+
+def test_ray_that_is_not_installed_is_told_with_what_to_type(tiny_recipe, monkeypatch):
+    import portable_dit.loading
+
+    absent = lambda name: None if name == "ray" else find_spec(name)  # noqa: E731
+    monkeypatch.setattr(portable_dit.loading, "find_spec", absent)
+    with pytest.raises(RecipeError, match=r"pip install 'portable-dit\[ray\]'"):
+        set_up(tiny_recipe, {"executor": "ray"})
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # of Ray's own files and processes
+def test_ray_draws_the_same_pictures_and_starts_again_what_it_lost(tiny_recipe, alone, monkeypatch, tmp_path):
+    """In a process of its own, since Ray leaves its cluster to the process that started it."""
+    script = tmp_path / "with_ray.py"
+    script.write_text(RAY)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tiny_recipe), str(tmp_path / "drawn.npz")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with np.load(tmp_path / "drawn.npz") as drawn:
+        assert np.array_equal(drawn["before"], alone[0])
+        assert np.array_equal(drawn["after"], alone[0])
+    assert "rank 1 of 2 is gone while drawing" in done.stdout
+
+
+RAY = """
+import sys
+import numpy as np, psutil, ray
+from portable_dit import Engine
+from portable_dit.errors import RankError
+from portable_dit.result import Stepped
+
+ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
+with Engine.load(sys.argv[1], {"layout.ulysses": 2, "executor": "ray"}) as engine:
+    before = engine.generate("a red apple").images[0].pixels
+
+    def kill(event):
+        if isinstance(event, Stepped) and event.step == 2:
+            psutil.Process(engine.reports[1].process).kill()
+
+    try:
+        engine.generate("a red apple", on_event=kill)
+    except RankError as error:
+        print(error)
+    after = engine.generate("a red apple").images[0].pixels
+np.savez(sys.argv[2], before=before, after=after)
+ray.shutdown()
+"""

@@ -1,0 +1,200 @@
+"""What one process of several does wrong: one clear error that names it, nothing left, and the next request
+draws again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from portable_dit import Engine, Request
+from portable_dit.errors import CancelledError, RankError, RequestError
+from portable_dit.result import Stepped
+
+TWO = {"layout.ulysses": 2, "layout.vae_tiles": 2}
+PATIENCE = 30  # seconds that any of this may take on a busy machine
+# A device whose rank 1 does what a file says, once, in the third step.
+FAULTY = """
+import os, signal, time
+from pathlib import Path
+import torch.distributed as dist
+from portable_dit.cpu import CpuBackend
+from portable_dit.hooks import hookimpl
+
+class Faulty(CpuBackend):
+    id = "faulty"
+    calls = 0
+    def synchronize(self, device):
+        wish = Path({file!r})
+        if wish.exists() and dist.is_initialized() and dist.get_rank() == 1:
+            self.calls += 1
+            if self.calls == 4:
+                fault = wish.read_text()
+                wish.unlink()
+                print("about to", fault, flush=True)
+                if fault == "raise":
+                    raise ValueError("the moon is in the wrong house")
+                if fault == "exit":
+                    os._exit(7)
+                time.sleep(1000)
+
+@hookimpl
+def portable_dit_backends():
+    return [Faulty()]
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_recipe):
+    """The picture of one process."""
+    with Engine.load(tiny_recipe) as engine:
+        return engine.generate(Request("a red apple")).images[0].pixels
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of these processes is there any more, soon."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def at_step(number, action):
+    def watch(event):
+        if isinstance(event, Stepped) and event.step == number:
+            action()
+
+    return watch
+
+
+def test_a_rank_that_is_killed_in_step_three_is_named_and_the_next_request_draws_again(tiny_recipe, alone):
+    with Engine.load(tiny_recipe, TWO) as engine:
+        pids = [report.process for report in engine.reports]
+        start = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 of 2 was killed by SIGKILL while drawing"):
+            engine.generate("a red apple", on_event=at_step(2, lambda: os.kill(pids[1], signal.SIGKILL)))
+        assert time.monotonic() - start < PATIENCE
+        assert gone(pids)
+        again = engine.generate("a red apple").images[0].pixels
+        assert np.array_equal(again, alone)
+        fresh = [report.process for report in engine.reports]
+        assert not set(fresh) & set(pids)
+    assert gone(fresh)
+
+
+def test_a_rank_that_is_stopped_is_given_up_and_named(tiny_recipe):
+    with Engine.load(tiny_recipe, {**TWO, "rank_timeout_seconds": 3.0}) as engine:
+        pids = [report.process for report in engine.reports]
+        with pytest.raises(RankError, match=r"rank 1 of 2 does not answer for 3 s while drawing"):
+            engine.generate("a red apple", on_event=at_step(2, lambda: os.kill(pids[1], signal.SIGSTOP)))
+        assert gone(pids)
+
+
+@pytest.fixture
+def faulty(shelf, tmp_path, tiny_recipe):
+    """An engine on a device whose rank 1 fails as a file says, once; and that file."""
+    wish = tmp_path / "fault"
+    shelf.install("faulty", FAULTY.format(file=str(wish)))
+
+    def load(**overrides):
+        return Engine.load(tiny_recipe, {**TWO, "device.backend": "faulty", **overrides})
+
+    return load, wish
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise", "rank 1 of 2 failed while drawing: ValueError: the moon is in the wrong house"),
+        ("exit", "rank 1 of 2 ended with exit code 7 while drawing"),
+        ("hang", "rank 1 of 2 makes no progress for 3 s while drawing"),
+    ],
+)
+def test_the_rank_that_fails_is_named_with_its_last_words(faulty, alone, capfd, fault, said):
+    load, wish = faulty
+    with load(rank_timeout_seconds=3.0) as engine:
+        pids = [report.process for report in engine.reports]
+        wish.write_text(fault)
+        with pytest.raises(RankError) as caught:
+            engine.generate("a red apple")
+        assert said in str(caught.value)
+        assert f"about to {fault}" in str(caught.value)
+        if fault == "hang":
+            assert "rank 0 in" in str(caught.value)
+        assert gone(pids)
+        assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
+    assert f"[rank 1] about to {fault}" in capfd.readouterr().err
+
+
+def test_a_request_that_all_ranks_refuse_or_stop_costs_no_rank(tiny_recipe, alone):
+    with Engine.load(tiny_recipe, TWO) as engine:
+        pids = [report.process for report in engine.reports]
+        with pytest.raises(RequestError, match="at most"):
+            engine.generate("apple " * 70)
+        seen = []
+        with pytest.raises(CancelledError, match="cancelled after"):
+            engine.generate("a red apple", on_event=seen.append, cancelled=lambda: len(seen) > 4)
+        assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
+        assert [report.process for report in engine.reports] == pids
+    assert gone(pids)
+
+
+def test_weights_that_are_wrong_are_told_once_and_leave_no_process(tiny_recipe, tiny_checkpoint, tmp_path):
+    import shutil
+
+    folder = tmp_path / "cut"
+    shutil.copytree(tiny_checkpoint, folder)
+    (folder / "manifest.json").unlink()
+    weights = folder / "transformer" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = children()
+    with pytest.raises(Exception, match="cut short"):
+        Engine.load(tiny_recipe, {**TWO, "weights": str(folder)})
+    assert children() == before
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_whoever_ends_the_caller_ends_the_ranks(tiny_recipe, tmp_path, sent, code):
+    command = [sys.executable, "-m", "portable_dit", "run", "--recipe", str(tiny_recipe), "--usp", "2"]
+    command += ["--prompt", "a red apple", "-n", "128", "-o", str(tmp_path / "apple.png")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().endswith("apple-001.png\n")
+    ranks = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    assert len(ranks) == 2
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code
+    assert "Traceback" not in said
+    assert gone(ranks)
+
+
+def test_two_engines_side_by_side_do_not_collide(tiny_recipe, alone):
+    with Engine.load(tiny_recipe, TWO) as one, Engine.load(tiny_recipe, TWO) as other:
+        for engine in (one, other, one):
+            assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
+
+
+def test_the_command_line_says_what_each_rank_loaded(tiny_recipe, tmp_path):
+    command = [sys.executable, "-m", "portable_dit", "run", "--recipe", str(tiny_recipe), "--json"]
+    command += ["--tensor-parallel-size", "2", "--prompt", "a red apple", "-o", str(tmp_path / "apple.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE * 2)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["images"]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert [line.split(":")[0] for line in lines] == ["rank 0", "rank 1"]
+    assert all("MB of weights" in line for line in lines)

@@ -1,0 +1,172 @@
+"""The server's small parts on their own: the store of jobs, answers, settings, wording."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+
+from portable_dit.errors import UserError
+from portable_dit.server.answers import Blobs
+from portable_dit.server.images import preview_steps
+from portable_dit.server.job_store import JobStore
+from portable_dit.server.messages import PictureFile
+from portable_dit.server.settings import Settings, default_jobs_file, read_keys
+
+
+def file(data: bytes, seed: int = 0) -> PictureFile:
+    return PictureFile(data, "png", 8, 8, seed, {})
+
+
+def store(path: Path, *, keep_seconds: float = 60.0, keep_bytes: int = 1 << 20) -> JobStore:
+    return JobStore(path, keep_seconds=keep_seconds, keep_bytes=keep_bytes)
+
+
+def test_a_finished_job_survives_and_a_running_one_is_interrupted(tmp_path):
+    async def before() -> None:
+        jobs = store(tmp_path / "jobs")
+        for id in ("done", "running", "waiting"):
+            await jobs.add(id, "me", {"prompt": id}, ["data:,"])
+        await jobs.running("done")
+        await jobs.ended("done", "finished", files=[file(b"one"), file(b"two", 1)], facts={"id": "done"})
+        await jobs.running("running")
+        await jobs.close()
+
+    async def after() -> None:
+        jobs = store(tmp_path / "jobs")
+        (waiting,) = await jobs.restart()
+        assert (waiting.id, waiting.wish, waiting.references) == (
+            "waiting",
+            {"prompt": "waiting"},
+            ["data:,"],
+        )
+        done, running = await jobs.find("done"), await jobs.find("running")
+        assert done is not None
+        assert running is not None
+        assert [picture.seed for picture in done.pictures] == [0, 1]
+        assert done.references == [], "what is not needed any more is not kept"
+        assert running.status == "interrupted"
+        assert running.error is not None
+        assert await jobs.picture("done", 1) == ("png", b"two")
+        assert [job.id for job in await jobs.latest("me", 2)] == ["waiting", "running"]
+        assert await jobs.latest("somebody else", 2) == []
+        await jobs.close()
+
+    asyncio.run(before())
+    asyncio.run(after())
+
+
+def test_pictures_expire_by_age(tmp_path):
+    async def work() -> None:
+        jobs = store(tmp_path / "jobs", keep_seconds=0.0)
+        await jobs.add("old", "me", {}, [])
+        await jobs.ended("old", "finished", files=[file(b"old")])
+        assert await jobs.picture("old", 0) is None
+        await jobs.expire()
+        assert await jobs.find("old") is None
+        await jobs.close()
+
+    asyncio.run(work())
+
+
+def test_pictures_expire_by_size_the_oldest_first(tmp_path):
+    async def work() -> None:
+        jobs = store(tmp_path / "jobs", keep_bytes=250)
+        for number in range(4):
+            await jobs.keep(f"owner {number}", [file(bytes(100))])
+        await jobs.expire()
+        kept = [await jobs.picture(f"owner {number}", 0) is not None for number in range(4)]
+        assert kept == [False, False, True, True]
+        await jobs.close()
+
+    asyncio.run(work())
+
+
+def test_the_file_of_jobs_is_for_its_owner_alone(tmp_path):
+    path = tmp_path / "state" / "jobs"
+    asyncio.run(store(path).close())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_file_that_is_no_store_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database, and dear to somebody " * 100)
+    with pytest.raises(UserError, match="cannot be used"):
+        store(path)
+    assert path.read_text().startswith("not a database")
+
+
+def test_a_second_server_on_the_same_file_is_refused(tmp_path):
+    first = store(tmp_path / "jobs")
+    with pytest.raises(UserError, match="another server"):
+        store(tmp_path / "jobs")
+    asyncio.run(first.close())
+    asyncio.run(store(tmp_path / "jobs").close())
+
+
+def test_ids_are_values_and_never_part_of_a_statement(tmp_path):
+    async def work() -> None:
+        jobs = store(tmp_path / "jobs")
+        await jobs.add("a", "me", {}, [])
+        assert await jobs.find("' OR '1'='1") is None
+        await jobs.remove("a'; DROP TABLE jobs; --")
+        assert await jobs.find("a") is not None
+        await jobs.close()
+
+    asyncio.run(work())
+    with sqlite3.connect(tmp_path / "jobs") as database:
+        assert database.execute("SELECT COUNT(*) FROM jobs").fetchone() == (1,)
+    database.close()
+
+
+def test_blobs_stand_in_json_as_base64():
+    blobs = Blobs()
+    data = [bytes(range(256)), b"", b"x" * 1000]
+    document = {"data": [{"b64_json": blobs.marker(piece)} for piece in data], "note": 'ü "quoted" <tag>'}
+    read = json.loads(blobs.dump(document))
+    assert [base64.b64decode(item["b64_json"]) for item in read["data"]] == data
+    assert read["note"] == 'ü "quoted" <tag>'
+
+
+@pytest.mark.parametrize(
+    ("steps", "count", "expected"),
+    [(6, 0, []), (6, 1, [3]), (6, 2, [2, 4]), (6, 3, [2, 3, 4]), (1, 3, []), (50, 3, [12, 25, 38])],
+)
+def test_partial_images_are_spread_over_the_steps(steps, count, expected):
+    assert sorted(preview_steps(steps, count)) == expected
+
+
+def test_keys_come_from_a_file_and_from_the_environment(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# comment\n\n  first-key-0123456789  \n")
+    keys = read_keys(path, {"PORTABLE_DIT_API_KEYS": "second-key-0123456789, third-key-0123456789"})
+    assert keys == {"first-key-0123456789", "second-key-0123456789", "third-key-0123456789"}
+    assert "first-key" not in repr(Settings(keys=keys))
+    assert read_keys(None, {}) == frozenset()
+
+
+@pytest.mark.parametrize(("text", "rule"), [("short\n", "shorter than 16"), ("# none\n", "holds no key")])
+def test_keys_that_protect_nothing_are_refused(tmp_path, text, rule):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rule) as refused:
+        read_keys(path, {})
+    assert "short\n" not in str(refused.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_keys(tmp_path / "missing", {})
+
+
+def test_jobs_are_kept_in_the_users_state_folder(tmp_path):
+    path = default_jobs_file(8091, {"XDG_STATE_HOME": str(tmp_path)})
+    assert path == tmp_path / "portable-dit" / "jobs-8091.sqlite3"
+
+
+def test_loopback_is_known(tmp_path):
+    assert all(Settings(host=host).is_loopback for host in ("127.0.0.1", "localhost", "::1"))
+    assert not any(Settings(host=host).is_loopback for host in ("0.0.0.0", "::", "10.0.0.1"))

@@ -1,0 +1,201 @@
+"""Who is served next, and who is told to come again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from portable_dit.catalog import load_recipe, read_spec
+from portable_dit.request import Request, validate_request
+from portable_dit.server.messages import Stepped, Summary
+from portable_dit.server.queue import FairQueue
+from portable_dit.server.refusal import ApiError
+from portable_dit.server.settings import Limits
+from portable_dit.server.ticket import KEPT_PREVIEWS, Ticket, cancelled
+
+SPEC = read_spec(load_recipe("cpu/h3-mini"))
+
+
+def ticket(client: str = "one", *, images: int = 1) -> Ticket:
+    request = validate_request(Request("a red apple", size=(256, 256), images=images), SPEC)
+    return Ticket(request, client=client, deadline=time.monotonic() + 60)
+
+
+async def taken(queue: FairQueue, count: int) -> list[Ticket]:
+    return [await queue.take() for _ in range(count)]
+
+
+def served(*tickets: Ticket) -> list[str]:
+    """The clients in the order in which they are served."""
+
+    async def work() -> list[str]:
+        queue = FairQueue(Limits())
+        for one in tickets:
+            queue.put(one)
+        return [one.client for one in await taken(queue, len(tickets))]
+
+    return asyncio.run(work())
+
+
+def test_one_client_is_served_in_order():
+    async def work() -> None:
+        queue, own = FairQueue(Limits()), [ticket() for _ in range(5)]
+        for one in own:
+            queue.put(one)
+        assert await taken(queue, 5) == own
+
+    asyncio.run(work())
+
+
+def test_clients_take_turns():
+    order = served(*(ticket("many") for _ in range(4)), ticket("one"), ticket("two"))
+    assert order.index("one") <= 2
+    assert order.index("two") <= 2
+
+
+def test_turns_are_of_work_and_not_of_requests():
+    """A client of large pictures waits for as many small ones as make up the same work."""
+    large = [ticket("large", images=16) for _ in range(2)]
+    small = [ticket("small") for _ in range(16)]
+    order = served(*large, *small)
+    assert order.index("large") == 0
+    assert order[2:].index("large") >= 13, order
+
+
+def test_a_client_that_was_away_gets_no_credit_for_it():
+    async def work() -> None:
+        queue = FairQueue(Limits())
+        for _ in range(10):
+            queue.put(ticket("busy"))
+        await taken(queue, 10)
+        for _ in range(3):
+            queue.put(ticket("late"))
+            queue.put(ticket("busy"))
+        order = [one.client for one in await taken(queue, 6)]
+        assert sorted(order[:2]) == sorted(order[2:4]) == ["busy", "late"]
+
+    asyncio.run(work())
+
+
+def test_a_cancelled_ticket_is_passed_over_and_counts_no_more():
+    async def work() -> None:
+        queue, first, second = FairQueue(Limits(queue=2)), ticket(), ticket()
+        queue.put(first)
+        queue.put(second)
+        with pytest.raises(ApiError):
+            queue.put(ticket())
+        first.cancel(cancelled("test"))
+        queue.put(ticket())
+        assert queue.position(second) == 0
+        assert await queue.take() is second
+
+    asyncio.run(work())
+
+
+def test_a_full_queue_says_when_to_come_again_from_what_it_measured():
+    async def work() -> None:
+        queue = FairQueue(Limits(queue=4))
+        one = ticket()
+        queue.put(one)
+        queue.measured(await queue.take(), 10.0)
+        for _ in range(4):
+            queue.put(ticket())
+        assert queue.seconds_ahead() == pytest.approx(40.0)
+        with pytest.raises(ApiError) as refused:
+            queue.put(ticket())
+        assert refused.value.status_code == 429
+        assert refused.value.headers == {"Retry-After": "20"}
+
+    asyncio.run(work())
+
+
+def test_one_client_may_not_fill_the_queue_while_others_wait():
+    async def work() -> None:
+        queue = FairQueue(Limits(queue=6))
+        queue.put(ticket("other"))
+        for _ in range(3):
+            queue.put(ticket("greedy"))
+        with pytest.raises(ApiError, match="of this client"):
+            queue.put(ticket("greedy"))
+        queue.put(ticket("third"))
+
+    asyncio.run(work())
+
+
+def test_pixels_that_wait_are_limited_but_one_request_always_fits():
+    async def work() -> None:
+        queue = FairQueue(Limits(queue_pixels=256 * 256))
+        queue.put(ticket(images=4))
+        with pytest.raises(ApiError, match="pixels wait"):
+            queue.put(ticket())
+
+    asyncio.run(work())
+
+
+def test_taking_can_be_cancelled_without_losing_a_ticket():
+    async def work() -> None:
+        queue, one = FairQueue(Limits()), ticket()
+        taking = asyncio.ensure_future(queue.take())
+        await asyncio.sleep(0)
+        queue.put(one)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        assert await asyncio.wait_for(queue.take(), 5) is one
+
+    asyncio.run(work())
+
+
+def test_what_was_accepted_before_a_restart_is_accepted_whatever_the_queue_holds():
+    async def work() -> None:
+        queue = FairQueue(Limits(queue=1))
+        queue.put(ticket())
+        queue.put(ticket(), again=True)
+        queue.refusing = ApiError(503, "stopping")
+        with pytest.raises(ApiError, match="stopping"):
+            queue.put(ticket())
+        assert len(queue.waiting()) == 2
+
+    asyncio.run(work())
+
+
+def test_every_watcher_of_a_ticket_sees_its_end_however_slow():
+    async def work() -> None:
+        one = ticket()
+
+        async def watch(pause: float) -> list[str]:
+            seen = []
+            async for _ in one.changes():
+                seen.append(one.status)
+                await asyncio.sleep(pause)
+            return seen
+
+        watchers = [asyncio.ensure_future(watch(pause)) for pause in (0.0, 0.05)]
+        await asyncio.sleep(0)
+        one.start(lambda: None)
+        for step in range(1, 40):
+            one.step(Stepped(one.id, 0, step, 40, b"preview"))
+            await asyncio.sleep(0)
+        one.finish(Summary({}, None, (), ()))
+        fast, slow = await asyncio.gather(*watchers)
+        assert fast[-1] == slow[-1] == "finished"
+        assert len(slow) < len(fast)
+        assert len(one.previews) == KEPT_PREVIEWS
+
+    asyncio.run(work())
+
+
+def test_a_cancel_reaches_the_worker_once_and_the_first_end_stays():
+    async def work() -> None:
+        one, told = ticket(), []
+        one.start(lambda: told.append("cancel"))
+        one.cancel(cancelled("first"))
+        one.cancel(cancelled("second"))
+        one.finish(Summary({}, None, (), ()))
+        assert told == ["cancel"]
+        assert one.status == "cancelled"
+        assert one.failure is not None
+        assert "first" in one.failure.detail
+
+    asyncio.run(work())
