@@ -23,7 +23,7 @@ from portable_dit.capabilities import Device
 from portable_dit.errors import BackendError
 
 T = TypeVar("T")
-ARENA_BYTES = 4 << 30
+ARENA_BYTES = 8 << 30
 ALIGNMENT = 4096
 WARM_UP = 2  # eager calls before a capture: kernels are compiled and libraries make their workspaces then
 log = logging.getLogger("portable_dit")
@@ -98,10 +98,13 @@ class GraphPool:
         self._module = module
         self._device = device
         self._style = style
-        self._pool = module.graph_pool_handle()
-        self._stream = module.Stream(device)
+        self._start_afresh()
         self._last = module.Event()
         self._lock = Lock()  # between the copy of inputs and the clone of the output nobody else may replay
+
+    def _start_afresh(self) -> None:
+        self._pool = self._module.graph_pool_handle()
+        self._stream = self._module.Stream(self._device)
 
     def capture(
         self, function: Callable[..., Tensor], example_inputs: Sequence[Tensor]
@@ -127,6 +130,7 @@ class GraphPool:
                         "process no more. Start again with graphs off: --enforce-eager."
                     ) from error
                 self._note(error)
+                self._start_afresh()  # torch's allocator goes on recording into a pool whose capture failed
                 return None
         return self._replay(graph, inputs, output)
 
@@ -204,9 +208,9 @@ class PinnedArenas:
         self._arenas.clear()
 
     def _size_of_next(self, size: int) -> int:
-        """A power of two, twice the last one up to the limit, and never less than what is asked for."""
+        """A power of two, four times the last one up to the limit, and never less than what is asked for."""
         last = self._arenas[-1][0].numel() if self._arenas else 0
-        return 1 << (max(size, min(2 * last, self.limit)) - 1).bit_length()
+        return 1 << (max(size, min(4 * last, self.limit)) - 1).bit_length()
 
 
 def _locked(nbytes: int) -> Tensor:

@@ -132,9 +132,10 @@ class ScaledTensorLinear(MatrixUnitLinear):
 
 
 class ScaledBlocksOf32Linear(MatrixUnitLinear):
-    """e4m3 in blocks of 32 with power-of-two scales in plain order: devices that do not swizzle them."""
+    """e4m3 in blocks of 32 with power-of-two scales. order: how the product wants the scales laid out."""
 
     multiple = (32, 16)
+    order = F.SwizzleType.NO_SWIZZLE
 
     def __init__(self, id: str = "scaled_mm") -> None:
         super().__init__("mxfp8", id)
@@ -142,7 +143,7 @@ class ScaledBlocksOf32Linear(MatrixUnitLinear):
     def apply_quantized(
         self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        blocks, plain = F.ScalingType.BlockWise1x32, F.SwizzleType.NO_SWIZZLE
+        blocks = F.ScalingType.BlockWise1x32
         out = F.scaled_mm(
             values,
             packed["values"].t(),
@@ -150,8 +151,8 @@ class ScaledBlocksOf32Linear(MatrixUnitLinear):
             scale_recipe_a=blocks,
             scale_b=packed["scales"],
             scale_recipe_b=blocks,
-            swizzle_a=plain,
-            swizzle_b=plain,
+            swizzle_a=self.order,
+            swizzle_b=self.order,
             output_dtype=dtype,
         )
         return out if bias is None else out + bias

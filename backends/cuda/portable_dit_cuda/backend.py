@@ -1,40 +1,34 @@
-"""The backend: devices, memory, lanes, graphs, and the lists of kernels, best first."""
+"""The backend: devices and capabilities, memory, graphs, and the lists of kernels, best first."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from portable_dit import host
-from portable_dit.backend import AttentionKernel, Backend, ExpertKernel, FusedOp, Lane, LinearKernel
+from portable_dit.accelerator import AcceleratorBackend, GraphStyle
+from portable_dit.backend import AttentionKernel, ExpertKernel, FusedOp, LinearKernel
 from portable_dit.capabilities import Capabilities, CollectiveLimits, Device, GraphLimits
 from portable_dit.errors import BackendError
+from portable_dit.piecewise import ChunkedAttention
 from portable_dit_cuda import chips, device
-from portable_dit_cuda.attention import OpenAttention, SdpaAttention
+from portable_dit_cuda.attention import TORCH_ATTENTION
 from portable_dit_cuda.experts import EXPERT_OPS, expert_kernels
 from portable_dit_cuda.flash import FA3, FA4, Fa3Fp8Attention, SageAttention
 from portable_dit_cuda.fusions import FUSED_OPS
-from portable_dit_cuda.graphs import GraphPool
 from portable_dit_cuda.host_memory import locked_buffer
-from portable_dit_cuda.lanes import CudaLane
 from portable_dit_cuda.linear import linear_kernels
 from portable_dit_cuda.probe import probe_libraries
 
-MASKS_OF_FLASH = frozenset({"none", "causal", "causal_with_full_spans", "segments"})
-ALL_DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
-
-class CudaBackend(Backend):
+class CudaBackend(AcceleratorBackend):
     """NVIDIA devices through torch.cuda."""
 
     id = "cuda"
     api_version = 1
+    device_type = "cuda"
 
     def devices(self) -> list[Device]:
         return device.devices()
@@ -65,21 +59,6 @@ class CudaBackend(Backend):
             runtime_bytes=chips.RUNTIME_BYTES,
         )
 
-    def activate(self, device: Device) -> None:
-        torch.cuda.set_device(device.index)
-
-    def memory(self, device: Device) -> tuple[int, int] | None:
-        """Free counts what torch holds without using it."""
-        free, total = torch.cuda.mem_get_info(device.index)
-        idle = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
-        return free + idle, total
-
-    def peak_bytes(self, device: Device, *, reset: bool = False) -> int | None:
-        peak = torch.cuda.max_memory_reserved(device.index)
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device.index)
-        return peak
-
     def limit_memory(self, device: Device, nbytes: int) -> bool:
         """The context with its libraries counts as `chips.RUNTIME_BYTES`; the allocator has what is left."""
         _, total = torch.cuda.mem_get_info(device.index)
@@ -92,45 +71,18 @@ class CudaBackend(Backend):
         torch.cuda.set_per_process_memory_fraction((nbytes - least) / total, device.index)
         return True
 
-    def synchronize(self, device: Device) -> None:
-        torch.cuda.synchronize(device.index)
-
-    def trim(self, device: Device) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def compute_lane(self, device: Device) -> Lane:
-        return CudaLane(torch.device(device.torch_device))
-
-    def lane(self, device: Device) -> Lane:
-        where = torch.device(device.torch_device)
-        return CudaLane(where, torch.cuda.Stream(where))
+    def graph_style(self) -> GraphStyle:
+        # thread_local: a thread that encodes a picture may use the device while this one captures.
+        return GraphStyle("CUDAGraph", {"capture_error_mode": "thread_local"})
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return locked_buffer(nbytes)
-
-    def graph(
-        self, function: Callable[..., Tensor], example_inputs: Sequence[Tensor]
-    ) -> Callable[..., Tensor] | None:
-        return _graph_pool(example_inputs[0].device).capture(function, example_inputs)
-
-    def process_group(self, device: Device) -> dict[str, Any]:
-        return {"backend": "nccl", "device_id": torch.device(device.torch_device)}
 
     def cluster_resources(self) -> Mapping[str, float]:
         return {"GPU": 1.0}
 
     def attention_kernels(self) -> Sequence[AttentionKernel]:
-        return (
-            FA3,
-            FA4,
-            SdpaAttention("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
-            SdpaAttention("sdpa_flash", SDPBackend.FLASH_ATTENTION, masks=MASKS_OF_FLASH),
-            SdpaAttention("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, dtypes=ALL_DTYPES),
-            OpenAttention(),
-            Fa3Fp8Attention(),
-            SageAttention(),
-        )
+        return (FA3, FA4, *TORCH_ATTENTION, ChunkedAttention(), Fa3Fp8Attention(), SageAttention())
 
     def linear_kernels(self) -> Mapping[str, Sequence[LinearKernel]]:
         return linear_kernels()
@@ -140,11 +92,6 @@ class CudaBackend(Backend):
 
     def fused_ops(self) -> Mapping[str, Sequence[FusedOp]]:
         return {op.op: [op] for op in (*FUSED_OPS, *EXPERT_OPS)}
-
-
-@cache
-def _graph_pool(device: torch.device) -> GraphPool:
-    return GraphPool(device)
 
 
 def _toolkit() -> tuple[int, int]:

@@ -18,14 +18,14 @@ from torch import Tensor
 from portable_dit.capabilities import AttentionRequest, Capabilities, Reject
 from portable_dit.errors import BackendError
 from portable_dit.masks import Mask, NoMask
-from portable_dit_cuda.attention import PiecewiseAttention, sorted_keys
+from portable_dit.piecewise import MASKS_IN_PIECES, sorted_keys
+from portable_dit_cuda.attention import OnChips
 from portable_dit_cuda.chips import refuse_library
 
 FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface")  # the wheel, and a build from source
 FA4_MODULES = ("flash_attn.cute",)
 SAGE_MODULES = ("sageattention",)
 E4M3_MAX = 448.0
-PLAIN_MASKS = frozenset({"none", "causal", "causal_with_full_spans", "segments"})
 
 
 @cache
@@ -42,7 +42,7 @@ def library_function(modules: tuple[str, ...], name: str) -> Callable[..., Any]:
     raise BackendError(f"none of {', '.join(modules)} is installed; see docs/cuda.md for the package.")
 
 
-class FlashAttention(PiecewiseAttention):
+class FlashAttention(OnChips):
     """FlashAttention 3 or 4. The causal mask is aligned at the last key, as ours is."""
 
     gives_lse = True
@@ -104,7 +104,7 @@ class FlashAttention(PiecewiseAttention):
         return result[0], result[1]
 
 
-class Fa3Fp8Attention(PiecewiseAttention):
+class Fa3Fp8Attention(OnChips):
     """FlashAttention 3 on e4m3 queries, keys and values, one scale per batch entry and key head.
 
     At 4416 rows, 56x128 heads: 0.68 ms against 0.86 in bfloat16; 5.4e-2 relative error on random data. So it
@@ -115,7 +115,7 @@ class Fa3Fp8Attention(PiecewiseAttention):
     exact = False
     least, most = (9, 0), (9, 0)
     dtypes = frozenset({"bfloat16"})
-    masks = PLAIN_MASKS
+    masks = MASKS_IN_PIECES
 
     def refuse_further(self, request: AttentionRequest, capabilities: Capabilities) -> Reject | None:
         if request.head_dim not in (64, 128, 256):
@@ -139,13 +139,13 @@ class Fa3Fp8Attention(PiecewiseAttention):
         return _first(out)
 
 
-class SageAttention(PiecewiseAttention):
+class SageAttention(OnChips):
     """SageAttention: int8 scores. Changes numbers, so it runs only when it is named."""
 
     id = "sage"
     exact = False
     least, most = (8, 0), (12, 1)
-    masks = PLAIN_MASKS
+    masks = MASKS_IN_PIECES
     max_head_dim = 128
     causal_at_last = False
 

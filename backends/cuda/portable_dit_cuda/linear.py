@@ -23,6 +23,7 @@ from portable_dit.rotation import hadamard, rotate, rotated_together
 from portable_dit.scaled_products import (
     Int8RowLinear,
     MatrixUnitLinear,
+    ScaledBlocksOf32Linear,
     ScaledRowLinear,
     ScaledTensorLinear,
 )
@@ -118,13 +119,10 @@ class Fp8Block128Linear(MatrixUnitLinear):
         return out if bias is None else out + bias
 
 
-class Mxfp8Linear(MatrixUnitLinear):
-    """e4m3 in blocks of 32 with power-of-two scales; compute capability 10.0 on."""
+class Mxfp8Linear(ScaledBlocksOf32Linear):
+    """Scales in tiles of 128 x 4 (swizzle.py); compute capability 10.0 on."""
 
-    multiple = (32, 16)
-
-    def __init__(self) -> None:
-        super().__init__("mxfp8", "scaled_mm")
+    order = F.SwizzleType.SWIZZLE_32_4_4
 
     def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
         assert weight.scales is not None
@@ -135,23 +133,6 @@ class Mxfp8Linear(MatrixUnitLinear):
             values, scales = quantize_blocks(x.float(), self.format, (1, 32))
             return values, swizzle(scales)
         return quantize_blocks_of_32(x, self.format)
-
-    def apply_quantized(
-        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        blocks, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-        out = F.scaled_mm(
-            values,
-            packed["values"].t(),
-            scale_a=scales,
-            scale_recipe_a=blocks,
-            scale_b=packed["scales"],
-            scale_recipe_b=blocks,
-            swizzle_a=order,
-            swizzle_b=order,
-            output_dtype=dtype,
-        )
-        return out if bias is None else out + bias
 
 
 class Int8Linear(InOneRead, Int8RowLinear):

@@ -314,8 +314,8 @@ def rotary_head_norm(
     partner = tl.where(d < pairs, d + pairs, d - pairs)
     other = tl.load(base + partner, mask=mask, other=0.0).to(tl.float32)
     angle = batch * angle_batch_stride + row * pairs + tl.where(d < pairs, d, d - pairs)
-    cos = tl.load(cos_ptr + angle, mask=d < D, other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=d < D, other=0.0)
+    cos = tl.load(cos_ptr + angle, mask=d < D, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=d < D, other=0.0).to(tl.float32)
     y = y * cos + tl.where(d < pairs, -1.0, 1.0) * other * sin
     y = y * factor * tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + (token * N + heads) * D + d, y.to(out_ptr.dtype.element_ty), mask=mask)

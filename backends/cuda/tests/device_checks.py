@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from portable_dit_cuda import CudaBackend, fusions
 from portable_dit_cuda import linear as products
-from portable_dit_cuda.attention import OpenAttention
 from portable_dit_cuda.probe import probe_libraries
 from portable_dit_cuda.swizzle import swizzle
 
@@ -19,6 +18,7 @@ from portable_dit.conformance.linear import check_linear
 from portable_dit.conformance.outcome import Outcome
 from portable_dit.formats import FORMATS, QUANTIZED, decode, encode, quantize_blocks
 from portable_dit.masks import NO_MASK
+from portable_dit.piecewise import ChunkedAttention
 
 if TYPE_CHECKING:
     from on_device import Report
@@ -110,7 +110,7 @@ def _long_attention(report: Report, capabilities: object) -> None:
     """At the length of a 4096x4096 picture, all exact kernels against float32 in the open."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = torch.randn(3, 1, 16800, 4, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
-    wanted = OpenAttention().run(q, k, v, NO_MASK, scale=128**-0.5).float()
+    wanted = ChunkedAttention().run(q, k, v, NO_MASK, scale=128**-0.5).float()
     from portable_dit.capabilities import AttentionRequest
 
     for kernel in BACKEND.attention_kernels():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from portable_dit_cuda.attention import OpenAttention, PiecewiseAttention, SdpaAttention, sorted_keys
+from portable_dit_cuda.attention import OnChips, TorchAttention
 from portable_dit_cuda.flash import FA3, FA4, Fa3Fp8Attention, SageAttention
-from portable_dit_cuda.pieces import pieces
 from torch.nn.attention import SDPBackend
 
+from portable_dit import piecewise
 from portable_dit.backend import AttentionKernel
 from portable_dit.capabilities import AttentionRequest
 from portable_dit.conformance.attention import CASES, check_attention
@@ -23,11 +23,13 @@ from portable_dit.masks import (
     Segments,
     to_keep,
 )
+from portable_dit.pieces import pieces
+from portable_dit.piecewise import ChunkedAttention, sorted_keys
 
 CPU = CpuBackend()
 HOST = CPU.devices()[0]
 # On a CPU only the open implementation takes masks of every kind; what is tested is what is put around it.
-SDPA = SdpaAttention("sdpa", SDPBackend.MATH)
+SDPA = TorchAttention("sdpa", SDPBackend.MATH)
 
 
 def outcomes(kernel: AttentionKernel, capabilities, dtype: str = "bfloat16"):
@@ -39,7 +41,7 @@ def outcomes(kernel: AttentionKernel, capabilities, dtype: str = "bfloat16"):
     [
         (FA3, "h200", {"fa3_fwd": "0.0.3"}),
         (SDPA, "h200", {}),
-        (OpenAttention(), "h200", {}),
+        (ChunkedAttention(), "h200", {}),
     ],
     ids=lambda value: getattr(value, "id", None),
 )
@@ -87,7 +89,7 @@ def test_fp8_attention_hands_over_scales_that_undo_its_rounding(machine, stand_i
 def test_log_sum_exp_comes_from_the_library_and_from_the_open_kernel_alike(machine, stand_ins):
     q, k, v = torch.randn(3, 2, 40, 4, 64).bfloat16()
     out, lse = FA3.run_with_lse(q, k, v, NO_MASK, scale=0.1)
-    plain_out, plain_lse = OpenAttention().run_with_lse(q, k, v, NO_MASK, scale=0.1)
+    plain_out, plain_lse = ChunkedAttention().run_with_lse(q, k, v, NO_MASK, scale=0.1)
     assert torch.allclose(lse, plain_lse, atol=1e-4)
     assert torch.allclose(out.float(), plain_out.float(), atol=0.02)
     request = AttentionRequest("bfloat16", 64, 4, 4, 40, "causal", return_lse=True)
@@ -95,13 +97,11 @@ def test_log_sum_exp_comes_from_the_library_and_from_the_open_kernel_alike(machi
 
 
 def test_the_open_kernel_gives_the_same_in_small_chunks(monkeypatch):
-    from portable_dit_cuda import attention
-
     q, k, v = torch.randn(3, 1, 90, 2, 32)
     mask = CausalWithFullSpans(((10, 40), (60, 75)))
-    whole = OpenAttention().run(q, k, v, mask, scale=0.2)
-    monkeypatch.setattr(attention, "CHUNK_BYTES", 1)
-    assert torch.allclose(OpenAttention().run(q, k, v, mask, scale=0.2), whole, atol=1e-6)
+    whole = ChunkedAttention().run(q, k, v, mask, scale=0.2)
+    monkeypatch.setattr(piecewise, "CHUNK_BYTES", 1)
+    assert torch.allclose(ChunkedAttention().run(q, k, v, mask, scale=0.2), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_kernel_refuses_with_the_reason(kernel, on, libraries, request_, code,
 
 
 def test_an_entry_without_a_key_gives_zeros_whatever_the_library_gives():
-    class Careless(PiecewiseAttention):
+    class Careless(OnChips):
         def padded(self, q, k, v, keep, *, scale):
             return torch.full_like(q, torch.nan)
 
