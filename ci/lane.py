@@ -101,8 +101,9 @@ def run_recipes(lane: Lane) -> list[Outcome]:
 def _try_recipe(lane: Lane, name: str) -> list[Outcome]:
     recipe = json.loads(portable_dit("recipes", "show", name, "--json").stdout)["recipe"]
     values = {key: entry["value"] for key, entry in recipe.items()}
-    if values["device.count"] > lane.count:
-        needs = f"needs {values['device.count']} devices, {lane.count} here"
+    count = values["device.count"] or 1
+    if count > lane.count:
+        needs = f"needs {count} devices, {lane.count} here"
         return [Outcome(f"recipe {name}", "not run", needs)]
     outcomes = [_draw_built_in(lane, name, values)]
     if lane.weights is not None:
@@ -150,6 +151,20 @@ def run_bench(lane: Lane) -> list[Outcome]:
         return [Outcome("bench", "failed", _last_line(done.stderr))]
     report = json.loads(done.stdout)
     return [judge_speed(lane.baseline, report["device"], report["median"]["total"])]
+
+
+def run_layouts(lane: Lane) -> list[Outcome]:
+    """One device against each layout of all of them, with the large model; its tables go into the report."""
+    if lane.count < 2:
+        return [Outcome("layouts", "not run", "there is one device")]
+    command = [sys.executable, "docs/benchmarks/layouts.py", "--devices", str(lane.count)]
+    command += ["--backend", lane.name, "--out", str(lane.out / "layouts.jsonl")]
+    command += ["--set", f"weights={lane.weights or 'random'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (lane.out / "layouts.md").write_text(done.stdout)
+    return [
+        Outcome("layouts", _status(done), _last_line(done.stdout if done.returncode == 0 else done.stderr))
+    ]
 
 
 def precision_of(values: Mapping[str, Any]) -> str:
@@ -206,6 +221,7 @@ STEPS: Mapping[str, Callable[[Lane], list[Outcome]]] = {
     "conformance": run_conformance,
     "recipes": run_recipes,
     "bench": run_bench,
+    "layouts": run_layouts,
 }
 
 

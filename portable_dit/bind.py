@@ -22,8 +22,8 @@ def bind(
 
     choices: op name -> kernel id, as `Plan.choices(component)` gives them; "linear:<format>" and
     "experts:<format>" belong to `quantize` and are passed over. producers: seams and the one layer that reads
-    each, as `ModelSpec.producers` names them; where that layer takes its input quantised and the seam's kernel can
-    make it, it does. Raises BackendError when the backend has no kernel of that id.
+    each, as `ModelSpec.producers` names them; where that layer takes its input quantised and the seam's
+    kernel can make it, it does. Raises BackendError when the backend has no kernel of that id.
     """
     wanted = {op: id for op, id in choices.items() if ":" not in op and id != PLAIN}
     functions = {

@@ -45,7 +45,7 @@ class Footprint:
 
     peak: the highest stage. host: bytes of all processes on the host, `pinned` of them page-locked. The
     limits are what the machine has; a host limit of 0 is unknown. Where device and host share memory, host
-    equals peak.
+    is the peak of all processes together.
     """
 
     components: Mapping[str, Bytes]
@@ -67,7 +67,8 @@ class Footprint:
 
     @property
     def fits_host(self) -> bool:
-        return self.shared or not self.host_limit or self.host <= USABLE_SHARE * self.host_limit
+        limit = self.device_limit if self.shared else self.host_limit
+        return not limit or self.host <= USABLE_SHARE * limit
 
     @property
     def fits(self) -> bool:
@@ -111,7 +112,7 @@ def measure_footprint(
         components=components,
         stages=stages,
         peak=peak,
-        host=peak
+        host=layout.world * peak
         if shared
         else layout.world * (HOST_RUNTIME_BYTES + away + loading) + layout.data * pictures,
         pinned=layout.world * away if capabilities.pinned_memory and not shared else 0,

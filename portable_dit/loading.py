@@ -295,10 +295,11 @@ def _require_quantized(module: nn.Module, name: str, setup: Setup) -> None:
     if format is None:
         return
     report = quantization_report(module)
-    for kind, count in (("linear", report.layers - report.mixtures), ("experts", report.mixtures)):
+    dense = report.layers - report.mixtures
+    for op, what, count in (("linear", "dense", dense), ("experts", "expert", report.mixtures)):
         if count:
-            kernel = setup.plan.choices(name)[f"{kind}:{format}"]
-            log.info("%s: %d %s layers in %s, kernel %s", name, count, kind, format, kernel)
+            kernel = setup.plan.choices(name)[f"{op}:{format}"]
+            log.info("%s: %d %s layers in %s, kernel %s", name, count, what, format, kernel)
     if report.layers == 0:
         raise BackendError(
             f"quantization.{name}={format}: no layer of the {name} holds such a weight after loading. "
@@ -338,7 +339,7 @@ def _fill(
     shares = {} if parts is None else parts.shares(name, module)
     elsewhere = () if parts is None else parts.elsewhere(name, module)
     if checkpoint is None:
-        fill_random(module, device=device, shares=shares)
+        fill_random(module, device=device, shares=shares, on_tensor=on_bytes)
         return 0
     places = family.places(name, setup.spec)
     place, stored = checkpoint.folder / places[0], checkpoint.tensors(*places)

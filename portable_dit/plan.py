@@ -258,6 +258,8 @@ def _verdict(size: Footprint, measure: Callable[[Offload], Footprint], offload: 
     if not size.fits_host:
         need += f", {_gib(size.host)} of {_gib(size.host_limit)} host memory"
     if size.shared:
+        if size.host > size.peak:
+            need += f" of one process, {_gib(size.host)} in all"
         return f"does not fit: {need}. A smaller size or a machine with more memory is needed."
     order = ("none", "component", "layerwise")
     for name, placement in SAVINGS:

@@ -58,7 +58,7 @@ class DeviceSection(Section):
     """The device the recipe was written for; shown to people, never matched."""
     count: Degree | None = None
     """How many devices the layout uses in all; null takes as many as it needs."""
-    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    memory_gib: Annotated[float, Field(gt=0, le=2**20)] | None = None
     """Memory per device to plan with, and the most to take where the backend can hold to it; null takes what
     the device has."""
 
@@ -166,7 +166,7 @@ class Recipe(Section):
     executor: Executor = "auto"
     """inline = this process; mp, torchrun, ray = one process per device; auto = inline for one device, else
     mp."""
-    rank_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    rank_timeout_seconds: Annotated[float, Field(gt=0, le=7 * 24 * 3600)] = 300.0
     """With several processes: a request is given up when none of them makes progress for so long."""
     measured: dict[str, JsonValue] = {}
     """What was measured with this recipe, where and when; empty until it was."""

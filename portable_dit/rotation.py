@@ -31,7 +31,8 @@ def rotate(x: Tensor, size: int) -> Tensor:
     size: a power of four that divides K. Sums have one order and factors are powers of two, so that every
     device gives the same bits, which a matrix product would not.
     """
-    out: Tensor = x.reshape(-1, size) * size**-0.5  # first, so that no sum of large numbers overflows on the way
+    # Scaled first, so that no sum of large numbers overflows on the way.
+    out: Tensor = x.reshape(-1, size) * size**-0.5
     for stride in _strides(size):
         four = out.view(-1, size // (4 * stride), 4, stride)
         first, second, third, fourth = four.unbind(2)

@@ -117,7 +117,7 @@ def _with_the_rest(layout: Layout, spec: ModelSpec) -> Layout:
     for axis, degree in (
         ("expert", layout.tensor),
         ("text_encoder_tensor", layout.replica),
-        ("vae_tiles", layout.replica),
+        ("vae_tiles", layout.replica if spec.tiling == "always" else 1),
     ):
         wider: Layout = replace(layout, **{axis: degree})
         if degree > 1 and not layout_problems(wider, spec, devices=None):

@@ -149,17 +149,21 @@ def fill_random(
     device: Callable[[str], str],
     shares: Mapping[str, Share] | None = None,
     seed: int = 0,
+    on_tensor: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Right shapes without meaning, for trying a layout before the weights are there.
 
     Matrices are normal with variance 1 / K, so activations keep their scale; vectors are ones or zeros. Each
     is drawn whole, from its name, on its device, so that all layouts of a machine draw the same picture.
+    on_tensor: told how many are done, and of how many.
     """
     import torch
 
     from portable_dit.slots import ExpertSlot, Slot, targets_of
 
-    for name, target in targets_of(module).items():
+    targets = targets_of(module)
+    for number, (name, target) in enumerate(targets.items()):
+        on_tensor(number, len(targets))
         place, shape, dtype = device(name), list(target.shape), target.dtype
         share = (shares or {}).get(name)
         if share is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 120
+START_SECONDS = 300
 
 
 @dataclass
@@ -52,7 +52,13 @@ class RunningServer:
         return self.get("/server_info").json["workers"][0]["pid"]
 
     def request(
-        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, timeout=60.0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout=300.0,
     ) -> Answer:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         own = {"Content-Type": "application/json", **(headers or {})}
@@ -78,7 +84,7 @@ class RunningServer:
 
     def stop(self, sig: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(sig)
-        return self.process.wait(60)
+        return self.process.wait(300)
 
 
 def eventually(holds, what: str, seconds: float = START_SECONDS) -> Any:
@@ -117,7 +123,7 @@ def running(
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(60)
-        reader.join(60)
+        process.wait(300)
+        reader.join(300)
         process.stdout.close()
         process.stderr.close()

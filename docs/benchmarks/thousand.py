@@ -1,8 +1,8 @@
 """What a thousand devices of replicas need, by simulation of their queue: python docs/benchmarks/thousand.py
 
 Requests arrive at random (Poisson), in a mix of kinds, and each replica draws one at a time. Compared are
-ways to choose the replica, sizes of a replica, and loads; then the time to bring weights to all hosts. Service
-times are those of one device, in seconds; replicas of several devices are quicker by the gains that are
+ways to choose the replica, sizes of a replica, and loads; then the time to bring weights to all hosts. Times
+of service are those of one device, in seconds; replicas of several are quicker by the gains that are
 given. Prints tables in Markdown. Nothing here is measured but what it is given.
 """
 

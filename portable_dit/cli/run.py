@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from portable_dit.cli.jobs import Job
     from portable_dit.engine import Engine
     from portable_dit.loading import Setup
-    from portable_dit.request import ResolvedRequest
+    from portable_dit.request import Request, ResolvedRequest
     from portable_dit.result import Event, Result, SavedImage
 
 
@@ -112,38 +112,31 @@ def run(
     jobs = read_jobs(wishes)
     recipe = wish.load()
     spec = read_spec(recipe)
-
-    def resolve(job: Job) -> ResolvedRequest:
-        return resolve_request(job.request, recipe, spec, strict=strict)
-
-    work = _checked(jobs, resolve)
+    work = _checked(jobs, lambda request: resolve_request(request, recipe, spec, strict=strict))
     setup = fetch(set_up(recipe, strict=strict))
     if setup.spec != spec:  # the checkpoint was on a hub, and its own configs came with it
-        work = _checked(jobs, lambda job: resolve_request(job.request, recipe, setup.spec, strict=strict))
+        work = _checked(jobs, setup.resolve)
     for item in work:
         setup.require_fit(item.request)
-    _draw_all(setup, work, resolve, json)
+    _draw_all(setup, work, json)
 
 
-def _draw_all(
-    setup: Setup, work: Sequence[Work], resolve: Callable[[Job], ResolvedRequest], json: bool
-) -> None:
+def _draw_all(setup: Setup, work: Sequence[Work], json: bool) -> None:
     from portable_dit.engine import Engine
 
     total = sum(item.request.images * (item.request.steps + 1) for item in work)
     with _progress(total, json) as bar:
-        engine = Engine.load(
-            setup, on_component=bar.loading, on_bytes=bar.read
-        )  # not closed: the process ends with it
+        # Not closed: the process ends with it.
+        engine = Engine.load(setup, on_component=bar.loading, on_bytes=bar.read)
         for report in engine.reports if engine.leads else ():
             read = f"{report.bytes_read / 1e6:,.1f} MB of weights in {report.seconds:.1f} s"
             typer.echo(f"rank {report.rank}: {report.device}, {read}, process {report.process}", err=True)
         for item in work:
-            fresh = item if item.ready else replace(item, request=resolve(item.job))
+            fresh = item if item.ready else replace(item, request=setup.resolve(item.job.request))
             _draw(engine, fresh, bar, json)
 
 
-def _checked(jobs: tuple[Job, ...], resolve: Callable[[Job], ResolvedRequest]) -> list[Work]:
+def _checked(jobs: tuple[Job, ...], resolve: Callable[[Request], ResolvedRequest]) -> list[Work]:
     """All jobs with their requests resolved and their places tried, or one error that lists every problem."""
     taken: dict[str, str] = {}
     found = [_work_or_problem(job, resolve, taken, alone=len(jobs) == 1) for job in jobs]
@@ -173,13 +166,13 @@ def _stale_reference(job: Job, work: Work, taken: dict[str, str]) -> str | None:
 
 
 def _work_or_problem(
-    job: Job, resolve: Callable[[Job], ResolvedRequest], taken: dict[str, str], *, alone: bool
+    job: Job, resolve: Callable[[Request], ResolvedRequest], taken: dict[str, str], *, alone: bool
 ) -> Work | RequestError | OutputError:
     from portable_dit.image import check_writable
     from portable_dit.result import numbered
 
     try:
-        request = resolve(job)
+        request = resolve(job.request)
         targets = numbered(job.output, request.images)
         for target in targets:
             check_writable(target, most_bytes=3 * request.width * request.height * len(targets))

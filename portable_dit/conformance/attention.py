@@ -63,6 +63,7 @@ CASES: tuple[AttentionCase, ...] = (
     AttentionCase("strided", rows=(80, 80), batch=2, strided=True),
     AttentionCase("key_padding", "key_padding", batch=2, rows=(64, 64), padding=(64, 23)),
     AttentionCase("key_padding_one_key", "key_padding", batch=2, rows=(40, 40), padding=(1, 40)),
+    AttentionCase("key_padding_fewer_queries", "key_padding", batch=2, rows=(24, 40), padding=(17, 40)),
     AttentionCase("nothing_to_see", "key_padding", batch=2, rows=(40, 40), padding=(0, 40)),
     AttentionCase("causal", "causal", rows=(97, 97)),
     AttentionCase("causal_fewer_queries", "causal", rows=(5, 64)),

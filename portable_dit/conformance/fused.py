@@ -213,6 +213,18 @@ def _heads(case: FusedCase) -> Arguments:
     return x, _weight(case, case.head_dim), EPS, rotary
 
 
+def _turned_heads(case: FusedCase) -> Arguments:
+    angle = _draw(case, 1, case.rows, case.head_dim // 2, seed=7)
+    x = _draw(case, case.batch, case.rows, 4, case.head_dim)
+    return x, _draw(case, case.head_dim, seed=4), EPS, Rotary(angle.cos(), angle.sin())
+
+
+def _turned_oracle(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> Tensor:
+    turn = torch.complex(rotary.cos, rotary.sin)[:, :, None]  # [B, S, 1, D / 2]
+    turned = torch.complex(*x.chunk(2, dim=-1)) * turn
+    return _norm_oracle(torch.cat([turned.real, turned.imag], dim=-1), weight, eps)
+
+
 def _rows(case: FusedCase, width: int = 1, seed: int = 3) -> Tensor:
     return _draw(case, case.batch, case.rows, width * case.channels, seed=seed)
 
@@ -228,6 +240,7 @@ SEAMS: Mapping[str, Seam] = {
         lambda c: (_rows(c), _rows(c, seed=8), _modulation(c), c.chunk + 2), ops.gated_residual, _gated_oracle
     ),
     "head_norm_rotary": Seam(_heads, ops.head_norm_rotary, _rotary_oracle),
+    "rotary_head_norm": Seam(_turned_heads, ops.rotary_head_norm, _turned_oracle),
     "swiglu": Seam(lambda c: (_rows(c, 2),), ops.swiglu, _swiglu_oracle),
 }
 OPTIONAL_WEIGHT = ("rms_norm", "head_norm_rotary")

@@ -73,7 +73,7 @@ def as_table(report: Report) -> str:
 def _by_kernel(report: Report) -> list[Sequence[Outcome]]:
     """Outcomes of each kernel and dtype that ran at least one case of numbers."""
     groups: dict[tuple[str, str, str], list[Outcome]] = {}
-    for category in ("attention", "linear", "fused"):
+    for category in ("attention", "linear", "experts", "fused"):
         for outcome in report.outcomes.get(category, ()):
             if outcome.status != "not_claimed" and outcome.dtype:
                 groups.setdefault((outcome.op, outcome.kernel, outcome.dtype), []).append(outcome)

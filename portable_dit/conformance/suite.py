@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from portable_dit import __version__, ops
-from portable_dit.backend import PLAIN, AttentionKernel, Backend, FusedOp, LinearKernel
+from portable_dit.backend import PLAIN, AttentionKernel, Backend, ExpertKernel, FusedOp, LinearKernel
 from portable_dit.capabilities import AttentionRequest, Capabilities, Device, Reject
 from portable_dit.conformance.attention import check_attention, check_log_sum_exp
 from portable_dit.conformance.collectives import check_collectives
+from portable_dit.conformance.experts import check_expert_seams, check_experts
 from portable_dit.conformance.fused import SEAMS, check_fused, check_producers
 from portable_dit.conformance.graphs import check_graphs
 from portable_dit.conformance.identity import check_identity
@@ -176,6 +177,26 @@ def _linear(trial: Trial) -> list[Outcome]:
     return found
 
 
+def _experts(trial: Trial) -> list[Outcome]:
+    backend, device, capabilities = trial.backend, trial.device, trial.capabilities
+    found, lists = [], backend.kernel_lists()
+    for kernel in (kernel for kernels in lists.experts.values() for kernel in kernels):
+        assert isinstance(kernel, ExpertKernel)
+        for dtype in trial.dtypes if trial.tries(kernel.id) else ():
+            found += check_experts(kernel, backend, device, capabilities, dtype, repeats=trial.repeats)
+    seams: Mapping[str, Callable[..., Any]] = {
+        "route": ops.route,
+        "expert_linear": ops.expert_linear,
+        "combine_experts": ops.combine_experts,
+    }
+    for name, plain in seams.items():
+        for op in (*lists.fused.get(name, ()), FusedOp(name, PLAIN, plain)):
+            assert isinstance(op, FusedOp)
+            for dtype in trial.dtypes if trial.tries(op.id) else ():
+                found += check_expert_seams(op, backend, device, capabilities, dtype, repeats=trial.repeats)
+    return found
+
+
 def _fused(trial: Trial) -> list[Outcome]:
     backend, device, capabilities = trial.backend, trial.device, trial.capabilities
     found = []
@@ -198,6 +219,7 @@ CATEGORIES: Mapping[str, Check] = {
     "identity": _promises(check_identity),
     "attention": _attention,
     "linear": _linear,
+    "experts": _experts,
     "fused": _fused,
     "rng": _promises(check_noise),
     "transfer": _promises(check_transfer),

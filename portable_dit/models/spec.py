@@ -347,8 +347,8 @@ class Model(Protocol):
     def decode(self, latents: Tensor, *, run: TileRunner, tile_batch: int = TILE_BATCH) -> Tensor:
         """Latents [1, C, h, w] float32 -> pixels uint8 [H, W, 3] on the device, perhaps a view of [3, H, W].
 
-        run: calls the network on all tiles, which have one shape, at most `tile_batch` at once; 0 = there is one
-        tile, the whole picture.
+        run: calls the network on all tiles, which have one shape, at most `tile_batch` at once; 0 = there is
+        one tile, the whole picture.
         """
         ...
 

@@ -56,6 +56,7 @@ class Replica:
         metrics: Metrics,
         *,
         stall_seconds: float,
+        on_loaded: Callable[[], None],
         on_fatal: Callable[[LoadFailed], None],
         log: Callable[[str], None],
     ) -> None:
@@ -63,6 +64,7 @@ class Replica:
         self.queue = queue
         self.metrics = metrics
         self.stall_seconds = stall_seconds
+        self.on_loaded = on_loaded
         self.on_fatal = on_fatal
         self.log = log
         self.facts: Mapping[str, Any] | None = None
@@ -166,6 +168,7 @@ class Replica:
             self.loading = message
         elif isinstance(message, Loaded):
             self.facts, self._loaded, self._answered = message.facts, True, time.monotonic()
+            self.on_loaded()
             for _ in range(message.places):
                 self._free.release()
             self.log(f"worker: {message.facts['model']} loaded in {message.seconds:.1f} s (pid {self.pid})")

@@ -69,6 +69,7 @@ class Service:
                 self.queue,
                 self.metrics,
                 stall_seconds=settings.stall_seconds,
+                on_loaded=self._loaded,
                 on_fatal=on_fatal,
                 log=log,
             )
@@ -86,6 +87,10 @@ class Service:
         for replica in self.replicas:
             self.spawn(replica.run())
         self.spawn(self._housekeeping())
+
+    def _loaded(self) -> None:
+        """Weights that were on a hub are here now, and their own configs say what the model draws."""
+        self.spec = read_spec(self.recipe)
 
     async def drain(self) -> None:
         """Accepts nothing more and waits until everything that was accepted is over."""

@@ -64,7 +64,7 @@ class Told:
 
 @dataclass(frozen=True, eq=False)
 class Done:
-    """The rank's part of the request is drawn; the leader's has the pictures."""
+    """The rank is done with the request. result: the leader's, whose pictures were told as they came."""
 
     result: Result | None
 

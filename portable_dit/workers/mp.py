@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, wait
 from portable_dit.errors import RankError
 from portable_dit.loading import Setup
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Event, Result
+from portable_dit.result import Drawn, Event, Picture, Result
 from portable_dit.workers import RankReport
 from portable_dit.workers.messages import (
     Alive,
@@ -119,7 +119,7 @@ class LocalRanks:
         recipe, strict = self._setup.recipe, self._setup.strict
         for member in self._members:
             task = Task(recipe, strict, member.rank, first + member.rank)
-            member.connection.send(Join(task, port))
+            _send(member, Join(task, port))
 
         def heard(member: Member, answer: Answer) -> None:
             if isinstance(answer, Component):
@@ -145,15 +145,18 @@ class LocalRanks:
         if not self._members:
             self.start(lambda name: None, lambda name, done, total: None)
         self._tell_all(Draw(request, previews))
+        pictures: list[Picture] = []
 
         def heard(member: Member, answer: Answer) -> None:
             if isinstance(answer, Told):
+                if isinstance(answer.event, Drawn):
+                    pictures.append(answer.event.picture)
                 emit(answer.event)
 
         self._follow(heard, cancelled=cancelled, during="drawing")
         results = [m.done.result for m in self._members if isinstance(m.done, Done) and m.done.result]
         assert len(results) == 1
-        return results[0]
+        return replace(results[0], images=tuple(pictures))
 
     def close(self) -> None:
         """Ends the ranks: each is asked to leave, and those that do not are killed."""

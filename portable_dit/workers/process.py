@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -96,7 +97,7 @@ def main(descriptor: int) -> None:
             result = rank.draw(
                 order.request, lambda event: seat.send(Told(event)), seat.stop.is_set, order.previews
             )
-            answer: Answer = Done(result if rank.mesh.leads else None)
+            answer: Answer = Done(replace(result, images=()) if rank.mesh.leads else None)
         except PortableDitError as error:
             answer = Failed(_line(error), traceback.format_exc(), error, waits=False)
         working.clear()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ray
+import ray as untyped_ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -26,11 +26,12 @@ from portable_dit.loading import Setup
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.parallel.mesh import find_store, open_store
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Event, Result
+from portable_dit.result import Drawn, Event, Picture, Result
 from portable_dit.workers import RankReport
 from portable_dit.workers.messages import Alive, Component, Failed, Read, Told
 from portable_dit.workers.rank import Rank, Task, innermost_line
 
+ray: Any = untyped_ray  # half of its functions have no types
 PLACE_SECONDS = 120.0  # for Ray to find the devices of a replica
 POLL_SECONDS = 0.2
 ASK_SECONDS = 5.0  # between two looks at how far the actors are
@@ -51,7 +52,7 @@ class RankActor:
 
     def address(self) -> str:
         """The host that this actor is on."""
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return str(ray.util.get_node_ip_address())
 
     def open_store(self, host: str) -> int:
         """The port at which the ranks of the replica meet."""
@@ -78,7 +79,8 @@ class RankActor:
 
         def work(tell: Callable[[Any], None]) -> Result:
             rank.setup.backend.activate(rank.setup.device)  # a thread has a current device of its own
-            return rank.draw(request, lambda event: tell(Told(event)), self._stop.is_set, previews)
+            result = rank.draw(request, lambda event: tell(Told(event)), self._stop.is_set, previews)
+            return replace(result, images=())  # they were told as they came
 
         yield from self._told(work)
 
@@ -150,8 +152,7 @@ class ActorGroup:
             )
         for rank in range(layout.replica):
             where = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
-            kind: Any = ray.remote(RankActor)
-            actor = kind.options(
+            actor = ray.remote(RankActor).options(
                 num_cpus=each.get("CPU", 0),
                 num_gpus=each.get("GPU", 0),
                 resources={name: n for name, n in each.items() if name not in ("CPU", "GPU")} or None,
@@ -189,16 +190,19 @@ class ActorGroup:
         if not self._actors:
             self.start(lambda name: None, lambda name, done, total: None)
 
+        pictures: list[Picture] = []
+
         def heard(value: Any) -> None:
             if isinstance(value, Told):
+                if isinstance(value.event, Drawn):
+                    pictures.append(value.event.picture)
                 emit(value.event)
 
         streams = [
             actor.draw.options(num_returns="streaming").remote(request, previews) for actor in self._actors
         ]
-        results = self._follow(streams, heard, cancelled, "drawing")
-        drawn: Result = next(result for result in results if result.images)
-        return drawn
+        first: Result = self._follow(streams, heard, cancelled, "drawing")[0]
+        return replace(first, images=tuple(pictures))
 
     def close(self) -> None:
         self.end()
@@ -334,5 +338,5 @@ def _why_gone(actor: Any) -> RayActorError | None:
 
 
 def _free() -> dict[str, float]:
-    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    free: dict[str, float] = ray.available_resources()
     return {name: count for name, count in free.items() if not name.startswith("node:")}

@@ -34,7 +34,7 @@ from training.shipped import CASES
 
 # Gates that these weights miss on this subset; the strict xfail tells when one of them begins to hold.
 OPEN = {
-    "remove attribute": "5 of 6 right, 90 % needed; 97 % of 64 in the full report, which is what the gate asks",
+    "remove attribute": "5 of 6 right, 90 % needed; 97 % of the 64 in the full report",
 }
 ROUNDING = 1e-6  # a share is a float32 mean: 27 of 30 is 0.89999998
 

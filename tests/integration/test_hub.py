@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, commit_of, serve_hub
+from PIL import Image
 
 from portable_dit.models.h3_image.random_checkpoint import write_random
 
@@ -177,17 +179,31 @@ def test_a_repository_with_an_unknown_layout_is_refused_before_a_download(hub, f
     assert not hub.downloaded()
 
 
-def test_the_command_line_draws_from_a_hub(hub, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"model: h3-image\nweights: {REPO}\ndevice: {{backend: cpu}}\n")
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
-    command = ["run", "--recipe", str(recipe), "--prompt", "a cat", "--size", "256x256", "--set"]
-    done = subprocess.run(
-        [sys.executable, "-m", "portable_dit", *command, "precision=float32", "-o", str(tmp_path / "o.png")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "o.png").is_file()
+def test_the_command_line_draws_from_a_hub_as_from_a_folder(hub, originals, tmp_path):
+    """Also lines with references, which the fetched checkpoint's own rule sizes."""
+    folder = tmp_path / "small references"
+    shutil.copytree(originals, folder)
+    (folder / "scheduler").mkdir(exist_ok=True)
+    rule = {"reference_rule": "area", "reference_pixels": 64 * 64}
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(rule))
+    hub.repos[REPO, "small"] = folder
+    Image.linear_gradient("L").convert("RGB").save(tmp_path / "a.png")
+    lines = [{"prompt": f"a {animal}", "references": [str(tmp_path / "a.png")]} for animal in ("cat", "dog")]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    pixels = []
+    for weights in (f"{REPO}@small", str(folder)):
+        recipe, out = tmp_path / "recipe.yaml", tmp_path / "out.png"
+        keys = {"model": "h3-image", "weights": weights, "device": {"backend": "cpu"}, "precision": "float32"}
+        recipe.write_text(json.dumps(keys))
+        flags = ["--recipe", recipe, "--prompts", tmp_path / "p.jsonl", "--size", "256x256", "-o", out]
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-m", "portable_dit", "run", *map(str, flags)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stderr
+        pixels.append([Image.open(tmp_path / f"out-{k}.png").tobytes() for k in (1, 2)])
+    assert pixels[0] == pixels[1]

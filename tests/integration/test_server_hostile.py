@@ -20,9 +20,7 @@ from server_process import Answer, RunningServer, eventually, running
 
 KEY = "a-key-that-nobody-guesses"
 JSON = "application/json"
-SECONDS = 1.0
-# Generous on the clock of a machine that others use too; SECONDS is what the server alone needs.
-PATIENCE = 5.0
+PATIENCE = 5.0  # seconds; one is the promise, and others may use the machine too
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +254,7 @@ def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(server):
 
 def raw(server: RunningServer, data: bytes) -> bytes:
     """What comes back for bytes that are no polite request."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         try:
             connection.sendall(data)
             return connection.recv(4096)
@@ -407,7 +405,7 @@ def test_what_is_too_much_at_once_is_refused_and_then_goes_on(server):
     finally:
         for connection in connections:
             connection.close()
-    eventually(lambda: server.get("/health").status == 200, "it answers again", 30)
+    eventually(lambda: server.get("/health").status == 200, "it answers again")
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +431,7 @@ def test_nothing_that_our_own_schema_allows_or_forbids_breaks_the_server(api):
         )
         @_given(operation)
         def call(case):
-            response = case.call(timeout=60)
+            response = case.call(timeout=300)
             assert response.status_code < 500, (case.path, response.text[:500])
 
         call()

@@ -237,7 +237,7 @@ def test_the_curl_of_the_hunyuan_image_recipe_writes_a_picture(server, engine, t
         f"-d {shlex.quote(json.dumps(body))} "
         "| jq -r '.choices[0].message.content[0].image_url.url' | cut -d',' -f2- | base64 -d > out.png"
     )
-    subprocess.run(["bash", "-c", script], check=True, cwd=tmp_path, timeout=60)
+    subprocess.run(["bash", "-c", script], check=True, cwd=tmp_path, timeout=300)
     expected = engine.generate(Request("a red apple", size=(96, 64), seed=42, format="png"))
     assert (tmp_path / "out.png").read_bytes() == expected.images[0].encoded["png"]
 

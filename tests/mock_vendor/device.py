@@ -58,8 +58,9 @@ class _Block:
     """The memory behind tensors that share a storage; what it holds is free again when the last one goes."""
 
     def __init__(self, allocations: Allocations, nbytes: int) -> None:
-        allocations.take(nbytes)
         self._allocations = allocations
+        self._nbytes = 0  # until it is taken
+        allocations.take(nbytes)
         self._nbytes = nbytes
 
     def __del__(self) -> None:

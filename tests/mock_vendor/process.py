@@ -70,7 +70,7 @@ class MockedMachine:
         }
 
     def python(
-        self, *arguments: str | Path, source: Path | None = None, timeout: int = 600
+        self, *arguments: str | Path, source: Path | None = None, timeout: int = 1800
     ) -> subprocess.CompletedProcess[str]:
         """`python ARGUMENTS` on this machine."""
         return subprocess.run(

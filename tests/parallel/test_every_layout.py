@@ -37,10 +37,10 @@ HERE = Path(__file__).parent
 TIMEOUT = 400
 RNG = np.random.default_rng(0)
 PICTURES = tuple(RNG.integers(0, 256, (80 + 16 * n, 96, 3), dtype=np.uint8) for n in range(2))
-# Uneven on purpose: 12 x 8 target rows and what the prompt and two references add are divided by nothing.
+# Words that make the rows uneven: 17, 101 and 257 are divided by none of the degrees.
 REQUESTS = {
     "h3-mini": Request("make it a red apple", references=PICTURES[:1], size=(96, 64), seed=3),
-    "h3-image": Request("put the apple on a table", references=PICTURES, size=(192, 128), seed=4),
+    "h3-image": Request("put an apple on a table!!!!", references=PICTURES, size=(192, 128), seed=4),
     "hunyuan-image-3": Request("a red apple", steps=3, guidance_scale=4.0, seed=5),
 }
 NUMBERS = {
@@ -51,6 +51,7 @@ NUMBERS = {
 OFFLOAD = {"resident": {}, "layerwise": {"offload.dit": "layerwise"}}
 BYTES_STORED = 2  # of a weight in the checkpoints of both large models
 BIT_FOR_BIT = {"ulysses", "vae_tiles", "data"}  # axes that change no sum
+CONVOLVES = "hunyuan-image-3"  # convolutions of few tiles are not those of many to the last bit
 LAYOUTS = {
     2: (
         {"ulysses": 2},
@@ -92,7 +93,9 @@ def recipes(tmp_path_factory, tiny_checkpoint):
     _shrink_references(folder / "h3")
     hunyuan.write_random(folder / "hunyuan", config="tiny", dialect="base", seed=0)
     weights = {"h3-mini": tiny_checkpoint, "h3-image": folder / "h3", "hunyuan-image-3": folder / "hunyuan"}
-    return {name: {"model": name, "weights": str(place)} for name, place in weights.items()}
+    keys = {name: {"model": name, "weights": str(place)} for name, place in weights.items()}
+    keys["hunyuan-image-3"]["vae_tiling"] = True  # whole, it is one tile
+    return keys
 
 
 def _shrink_references(folder: Path) -> None:
@@ -202,7 +205,7 @@ def test_every_layout_draws_the_picture_of_one_process(drawn, alone):
         picture, one, exact = answers[job.name].pixels, alone(model, numbers), alone(model, "float32")
         apart = off(picture, one)
         axes = {axis.rstrip("0123456789") for axis in layout.split("-")}
-        if axes <= BIT_FOR_BIT:
+        if axes <= (BIT_FOR_BIT - {"vae_tiles"} if model == CONVOLVES else BIT_FOR_BIT):
             right = not apart.any()
         elif numbers == "float32":
             right = apart.max() <= 1
@@ -247,6 +250,7 @@ def test_the_plan_says_what_each_rank_sends_in_a_step(drawn):
     for job in jobs:
         if job.trace:
             setup, answer = set_up(make_recipe({}, job.keys)), answers[job.name]
+            assert answer.rows % setup.plan.layout.world, "the rows were meant to be uneven"
             request = setup.resolve(job.request)
             sizes = tuple(reference.size for reference in request.references)
             words = Workload(request.width, request.height, 0, sizes)

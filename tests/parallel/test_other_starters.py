@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,6 +58,8 @@ def test_one_replica_that_dies_does_not_take_the_other_along(tiny_recipe, alone)
     with Engine.load(tiny_recipe, {"layout.data": 2}) as engine:
         first, second = (report.process for report in engine.reports)
         psutil.Process(first).kill()
+        while psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
         for _ in range(2):  # one is drawn by the survivor, one by the replica that starts again
             assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone[0])
         assert second in [report.process for report in engine.reports]
@@ -64,7 +68,9 @@ def test_one_replica_that_dies_does_not_take_the_other_along(tiny_recipe, alone)
 
 def torchrun(*words: object, processes: int) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [TORCHRUN, "--nproc-per-node", processes, "--master-addr", "127.0.0.1", "--master-port", 0]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [TORCHRUN, "--nproc-per-node", processes, "--master-addr", "127.0.0.1", "--master-port", port]
     command += ["-m", "portable_dit", "run", "--prompt", "a red apple"]
     command += ["--distributed-executor-backend", "torchrun", *words]
     return subprocess.run(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,14 @@ def test_an_error_is_one_message_on_stderr_and_an_exit_code():
     assert done.stderr.startswith("error: recipe cpu/h3-mni: ")
     assert "Did you mean 'cpu/h3-mini'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_name_among_very_many_is_answered_with_the_nearest_few():
+    done = call("plan", "--recipe", "nvidia/h200/h3-image-1x-bf17")
+    assert done.exit_code == 2
+    assert "Did you mean 'nvidia/h200/h3-image-1x-bf16'?" in done.stderr
+    assert re.search(r"and \d+ more\.$", done.stderr.strip())
+    assert len(done.stderr) < 1000
 
 
 def test_debug_shows_the_traceback():
@@ -232,7 +241,7 @@ def test_references_make_a_plan_larger(weights):
         (("--image-count", 4), "takes at most 3"),
         (("--machine", "/nowhere.json"), "/nowhere.json"),
         (("--machine", MACHINES / "h200.json"), "device.backend=cpu: NVIDIA H200 belongs to backend cuda"),
-        (("--tensor-parallel-size", 2), "layout.tensor=2"),
+        (("--tensor-parallel-size", 3), "layout.tensor=3"),
         (("--backend", "abacus"), "abacus"),
         (("--precision", "int4"), "'int4' is not one of"),
         (("--set", "model=h3-min"), "Did you mean 'h3-mini'?"),

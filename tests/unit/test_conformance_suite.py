@@ -78,6 +78,7 @@ FAULTS = [
     ("identity", "capabilities"),
     ("attention", "own_scale"),
     ("linear", "plain"),
+    ("experts", "uneven"),
     ("fused", "plain"),
     ("rng", "host_generator_is_left_alone"),
     ("transfer", "there_and_back"),

@@ -214,6 +214,7 @@ def test_a_config_with_values_of_the_wrong_kind_is_refused_or_makes_a_spec(
         ("patch_size", [1, 2], "3 values"),
         ("patch_size", [1, 2, 2.5], "must hold values like 1"),
         ("num_layers", 10**6, "at most 1000"),
+        ("norm_eps", 10**400, "must be a float"),
         ("ffn_hidden_size", 2**40, "at most 2147483648"),
         ("adaln_out_features", 7, "must be 6 . hidden_size"),
     ],

@@ -206,7 +206,7 @@ def test_heads_in_a_file_of_their_own_draw_the_same_picture(checkpoints, with_he
             "inside the checkpoint",
         ),
         ("model_index.json", {"_minimax_h3": {"pdd_fused_heads": 7}}, "pdd_fused_heads = 7"),
-        ("model_index.json", {"_minimax_h3": [1]}, "_minimax_h3 must hold a JSON object"),
+        ("model_index.json", {"_minimax_h3": [1]}, "_minimax_h3 = [1] must be a JSON object"),
     ],
 )
 def test_heads_for_another_schedule_or_not_there_are_refused_before_loading(

@@ -155,16 +155,21 @@ def test_modulation_weights_are_gone_after_loading(model: H3Image) -> None:
     assert not [name for name, _ in model.dit.named_parameters() if "adaln_proj" in name]
 
 
-def test_tables_of_streamed_blocks_come_to_the_device_that_computes(
+def test_tables_are_made_where_the_transformer_computes_of_weights_that_wait_on_the_host(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The meta device stands for an accelerator: as with a real one, mixing it with the host fails."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # it knows no meta device
     model = load(folder, finish=False)
-    model.dit.blocks[0].to("meta")  # resident; the other one is still on the host
+    owners = (*model.dit.blocks, model.dit.final_layer)
+    waiting = [owner.adaln_proj for owner in owners]
+    for owner in owners:
+        owner.adaln_proj = None
+    model.dit.to("meta")
+    for owner, projection in zip(owners, waiting, strict=True):
+        owner.adaln_proj = projection
     schedule = model.schedule(6)
     model.finish_loading(schedule)
-    model.dit.to("meta")
     pictures = (reference(1),)
     prompt = model.encode_prompt("a red cat", pictures)
     denoiser = model.prepare(prompt, pictures, WIDTH, HEIGHT, schedule, 0)
@@ -181,7 +186,7 @@ def test_another_number_of_steps_is_refused(model: H3Image) -> None:
 
 def test_heads_that_do_not_match_the_steps_are_refused(folder: Path) -> None:
     config = replace(H3Config.from_folder(folder), scheduler=SchedulerConfig(num_inference_steps=4))
-    with pytest.raises(WeightsError, match="6 output heads .* for 4 steps"):
+    with pytest.raises(WeightsError, match=r"6 output heads .* for 4 steps"):
         build(config, {})
 
 

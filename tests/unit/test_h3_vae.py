@@ -198,9 +198,12 @@ def test_every_batch_that_the_network_sees_has_one_shape() -> None:
     vae = tiny()
     shapes = []
 
-    def run(network: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-        shapes.append(batch.shape)
-        return network(batch)
+    def run(network: Callable[[Tensor], Tensor], tiles: Tensor, most: int) -> Tensor:
+        def watched(batch: Tensor) -> Tensor:
+            shapes.append(batch.shape)
+            return network(batch)
+
+        return run_tiles(watched, tiles, most)
 
     latents = torch.randn(1, 24, 14, 20)
     vae.decode(latents, max_tiles=4, run=run)

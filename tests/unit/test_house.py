@@ -153,9 +153,12 @@ def test_every_file_has_a_row_of_its_own_or_of_its_package():
 
 @pytest.mark.parametrize("path", [p for p in FILES if "models" in p.parts], ids=module_name)
 def test_models_know_no_device_and_no_engine(path):
-    allowed = "errors paths masks ops models capabilities sampling tiles safetensors_file".split()
+    allowed = {
+        "errors", "paths", "masks", "ops", "models", "capabilities", "sampling", "tiles", "rotation",
+        "safetensors_file",
+    }  # fmt: skip
     names = {name.split(".")[1] for _, name in own_imports(path) if "." in name}
-    assert names <= set(allowed)
+    assert names <= allowed
     families = {
         name.split(".")[2] for _, name in own_imports(path) if name.startswith("portable_dit.models.")
     }

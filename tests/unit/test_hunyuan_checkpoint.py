@@ -16,7 +16,7 @@ from portable_dit.models.hunyuan_image_3.config import DiTConfig, HunyuanConfig
 from portable_dit.models.hunyuan_image_3.dit import HunyuanTransformer
 from portable_dit.models.hunyuan_image_3.model import TokenTable
 from portable_dit.models.hunyuan_image_3.names import all_tensors, dit_tensors, layer_tensors
-from portable_dit.models.hunyuan_image_3.random_checkpoint import plan_random
+from portable_dit.models.hunyuan_image_3.random_checkpoint import plan_random, write_random
 from portable_dit.models.hunyuan_image_3.vae import Decoder
 from portable_dit.slots import targets_of
 
@@ -143,3 +143,34 @@ def test_gated_projections_have_the_plain_half_first():
         "layers.0.mlp.shared_mlp.gate_and_up_proj.weight",
         "layers.0.mlp.experts.gate_and_up_proj.0.weight",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dialect", "instruckt"), "Did you mean 'instruct'"),
+        (("--config", "tiney"), "Did you mean 'tiny'"),
+        (("--model", "hunyuan-image-2"), "Did you mean 'hunyuan-image-3'"),
+    ],
+)
+def test_a_made_up_checkpoint_of_an_unknown_kind_is_refused(cli, tmp_path, words, said):
+    refused = cli("weights", "init", "--model", "hunyuan-image-3", "-o", tmp_path / "x", *words)
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_made_up_checkpoint_is_whole_and_goes_into_an_empty_folder_only(cli, tmp_path):
+    words = "weights", "init", "--model", "hunyuan-image-3", "-o", tmp_path / "x"
+    assert cli(*words).exit_code == 0
+    assert "all right" in cli("weights", "verify", tmp_path / "x").stdout
+    again = cli(*words)
+    assert again.exit_code == 2
+    assert "there is something already" in again.stderr
+
+
+def test_a_seed_decides_every_number(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_random(tmp_path / name, config="tiny", dialect="distil", seed=seed)
+    bytes_of = {n: (tmp_path / n / "model-0001-of-0008.safetensors").read_bytes() for n in "abc"}
+    assert bytes_of["a"] == bytes_of["b"] != bytes_of["c"]

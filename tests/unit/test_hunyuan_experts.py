@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from portable_dit.backend import Backend, ExpertKernel, LinearKernel
+from portable_dit.backend import Backend, ExpertKernel, FusedOp, LinearKernel
 from portable_dit.capabilities import Capabilities, ExpertRequest, Reject
+from portable_dit.conformance.experts import CASES, check_expert_seams, check_experts
 from portable_dit.cpu import CpuBackend
 from portable_dit.errors import BackendError, WeightsError
 from portable_dit.formats import QuantizedRows, encode, format_named, quantize_blocks
 from portable_dit.grouped_products import GroupedRowExperts, grouped_linear
-from portable_dit.ops import Dispatch, ExpertLinear, Experts, Router, combine_experts, expert_linear
+from portable_dit.ops import Dispatch, ExpertLinear, Experts, Router, combine_experts, expert_linear, route
 from portable_dit.quantize import QuantizedExpertLinear, quantization_report, quantize, quantized_weights
 from portable_dit.scaled_products import ScaledRowLinear
 
@@ -319,3 +320,52 @@ def test_a_kernel_that_refuses_the_experts_is_told_before_anything_is_swapped():
             capabilities=capabilities,
         )
     assert isinstance(module.experts.down_proj, ExpertLinear)
+
+
+# --- the cases that a backend's kernels must pass ---
+
+
+class Misdealt(ExpertKernel):
+    """Gives every expert's rows to the next one."""
+
+    def apply(self, x, packed, dispatch, out_features):
+        turned = {name: tensor.roll(-1, 0) for name, tensor in packed.items()}
+        return super().apply(x, turned, dispatch, out_features)
+
+
+class Unpicked(ExpertKernel):
+    """Takes the first rows instead of those that were picked."""
+
+    def apply(self, x, packed, dispatch, out_features):
+        first = None if dispatch.rows is None else torch.arange(len(dispatch.rows)) % len(x)
+        return super().apply(x, packed, Dispatch(first, dispatch.ends), out_features)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "failing"),
+    [
+        (ExpertKernel, set()),
+        (Misdealt, {"even", "uneven", "all_to_one", "picked", "wide"}),
+        (Unpicked, {"picked", "wide"}),
+    ],
+)
+def test_the_conformance_cases_tell_a_wrong_kernel_from_a_right_one(kernel, failing):
+    backend = CpuBackend()
+    device = backend.devices()[0]
+    outcomes = check_experts(
+        kernel(LinearKernel("int8_row")), backend, device, backend.capabilities(device), "float32", repeats=1
+    )
+    assert {outcome.case for outcome in outcomes if outcome.status == "fail"} == failing
+    assert len(outcomes) == len(CASES)
+
+
+def test_the_conformance_cases_tell_a_wrong_sum_and_a_wrong_product():
+    backend = CpuBackend()
+    device = backend.devices()[0]
+    arguments = backend, device, backend.capabilities(device), "float32", 1
+    for op, wrong in (
+        ("route", lambda x, weight, top_k: route(x, weight.flip(0), top_k)),
+        ("combine_experts", lambda x, places, shares: combine_experts(x, places.flip(1), shares)),
+        ("expert_linear", lambda x, weight, dispatch: expert_linear(x, weight.flip(0), dispatch)),
+    ):
+        assert {o.status for o in check_expert_seams(FusedOp(op, "wrong", wrong), *arguments)} == {"fail"}

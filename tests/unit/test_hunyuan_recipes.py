@@ -9,31 +9,37 @@ from portable_dit.models import read_spec
 from portable_dit.models.spec import Workload
 from portable_dit.plan import Plan, make_plan
 from portable_dit.recipe import load_recipe, named_recipes
+from portable_dit.scaling import legal_layouts
 
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
 NAMES = [name for name in named_recipes() if name.startswith("nvidia/") and "/hunyuan-image-3-" in name]
 SPEC = read_spec("hunyuan-image-3", "random")
 SQUARE = Workload(1024, 1024, 256)
+MACHINE_OF = {"rtxpro6000": "rtx-pro-6000"}
 H100 = "nvidia/h100/hunyuan-image-3-4x-"
 
 
 def planned(name: str, workload: Workload = SQUARE, **overrides) -> Plan:
     card = name.split("/")[1]
-    machine = load_machine(MACHINES / f"{ {'rtxpro6000': 'rtx-pro-6000'}.get(card, card) }.json")
+    machine = load_machine(MACHINES / f"{MACHINE_OF.get(card, card)}.json")
     return make_plan(load_recipe(name, overrides), SPEC, machine, None, workload, strict=True)
 
 
 def test_every_layout_that_is_published_has_its_recipe():
-    assert sorted(NAMES) == [
+    assert set(NAMES) >= {
         f"{H100}tp2-cfg2-fp8",
         f"{H100}tp2-sp2-fp8",
         f"{H100}tp4-ep-bf16",
         f"{H100}tp4-fp8",
+        "nvidia/h100/hunyuan-image-3-8x-tp4-cfg2-fp8",
         "nvidia/h200/hunyuan-image-3-1x-fp8",
+        "nvidia/h200/hunyuan-image-3-2x-cfg2-fp8",
         "nvidia/h200/hunyuan-image-3-2x-tp2-bf16",
+        "nvidia/h200/hunyuan-image-3-4x-tp2-cfg2-bf16",
+        "nvidia/h200/hunyuan-image-3-8x-tp4-cfg2-bf16",
         "nvidia/rtxpro6000/hunyuan-image-3-2x-cfg2-fp8",
         "nvidia/rtxpro6000/hunyuan-image-3-2x-tp2-bf16",
-    ]
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,3 +95,11 @@ def test_the_plan_stays_below_the_published_peaks_by_what_is_not_held_here():
 
 def test_one_h200_holds_the_fp8_model_in_a_hundred_gigabytes():
     assert planned("nvidia/h200/hunyuan-image-3-1x-fp8").bytes.peak < 100e9
+
+
+def test_layouts_that_are_compared_assume_no_tiles_of_a_picture_that_is_decoded_whole():
+    found = list(legal_layouts(SPEC, 8))
+    assert {layout.vae_tiles for layout in found} == {1}
+    assert {layout.ring for layout in found} == {1}
+    assert {layout.guidance for layout in found} == {1, 2}
+    assert {layout.tensor for layout in found} == {1, 2, 4, 8}

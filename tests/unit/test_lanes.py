@@ -62,6 +62,20 @@ def test_a_lane_without_its_hardware_says_not_run_and_is_never_green(name, tmp_p
     assert (report["status"], report["outcomes"]) == ("not run", [])
 
 
+def test_the_vendors_own_checks_without_the_wheel_say_not_run(tmp_path):
+    done = subprocess.run(
+        ["bash", "ci/torch_npu.sh", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == lane.NOT_RUN
+    assert done.stdout.startswith("torch_npu: not run: ")
+
+
 def test_the_script_without_a_name_says_how_it_is_called():
     done = subprocess.run(["bash", "ci/vendor.sh"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -48,7 +50,7 @@ def masks(draw) -> tuple[object, int, int]:
         spans = tuple(zip(cuts[::2], cuts[1::2], strict=False))
         return CausalWithFullSpans(spans), rows_q, rows_k
     cuts = sorted({0, rows_k, *draw(st.lists(st.integers(0, rows_k), max_size=4))})
-    lengths = tuple(b - a for a, b in zip(cuts[:-1], cuts[1:], strict=True))
+    lengths = tuple(b - a for a, b in pairwise(cuts))
     return Segments(lengths, torch.tensor(cuts, dtype=torch.int32)), rows_q, rows_k
 
 

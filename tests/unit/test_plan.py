@@ -1,6 +1,7 @@
 """Plans: what a recipe means on a machine, every refusal with its reason, and nothing changed in silence."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from mini_configs import MINI
 
 from portable_dit.capabilities import AttentionRequest, KernelLists, LinearRequest, Reject
 from portable_dit.errors import RecipeError
-from portable_dit.layout import Layout, layout_problems
+from portable_dit.layout import Layout, layout_problems, split_problems
 from portable_dit.machine_file import load_machine
 from portable_dit.models import read_spec
 from portable_dit.models.h3_image.spec import make_spec
-from portable_dit.models.spec import Workload
+from portable_dit.models.spec import LinearGroup, TensorSplit, Workload
 from portable_dit.plan import make_plan
 from portable_dit.recipe import make_recipe
 
@@ -76,8 +77,8 @@ def test_all_problems_come_in_one_message():
     said = refused(
         {
             "device": {"backend": "elsewhere", "count": 5},
-            "layout": {"tensor": 2},
-            "executor": "ray",
+            "layout": {"guidance": 2},
+            "executor": "inline",
             "precision": "float16",
             "quantization": {"dit": "mxfp8", "keep": ["blok"]},
             "offload": {"vae": "layerwise", "resident_blocks": 2},
@@ -90,8 +91,8 @@ def test_all_problems_come_in_one_message():
     for key in (
         "device.backend=elsewhere",
         "device.count=5",
-        "layout.tensor=2",
-        "executor=ray",
+        "layout.guidance=2",
+        "executor=inline",
         "precision=float16",
         "quantization.dit=mxfp8",
         "quantization.keep: 'blok' matches no linear layer of h3-mini. Did you mean 'blocks'?",
@@ -107,14 +108,49 @@ def test_all_problems_come_in_one_message():
     assert "14 problems" in said
 
 
-@pytest.mark.parametrize(
-    "axis",
-    ["tensor", "ulysses", "ring", "guidance", "expert", "data", "text_encoder_tensor", "vae_tiles"],
-)
-def test_a_layout_beyond_one_device_is_refused_with_the_way_out(axis):
+@pytest.mark.parametrize("axis", ["guidance", "expert"])
+def test_a_layout_that_the_model_does_not_have_is_refused_with_the_way_out(axis):
     said = refused({"layout": {axis: 2}, "device": {"count": 2}}, on="h200")
     assert f"layout.{axis}=2: h3-mini cannot be split this way" in said
     assert f"Say layout.{axis}=1" in said
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        ({"tensor": 3}, "must divide the 4 attention heads"),
+        ({"tensor": 2, "ulysses": 4}, "must divide the 2 attention heads of each tensor part"),
+        ({"ulysses": 2, "text_encoder_tensor": 2}, "must divide the 3 heads of the text encoder"),
+        ({"vae_tiles": 2}, "must divide the 1 devices of a replica"),
+        (
+            {"ulysses": 2, "data": 2, "executor": "inline"},
+            "one process drives one device, the layout needs 4",
+        ),
+    ],
+)
+def test_a_layout_that_breaks_a_rule_is_refused_with_the_rule(layout, rule):
+    executor = layout.pop("executor", "auto")
+    assert rule in refused({"layout": layout, "executor": executor}, on="h200")
+
+
+def test_how_processes_are_started_follows_from_the_layout():
+    assert planned().executor == "inline"
+    assert planned({"layout": {"ulysses": 2}}, on="h200").executor == "mp"
+    assert planned({"layout": {"ulysses": 2}}, on="h200").layout.world == 2
+
+
+def test_parts_of_layers_end_where_the_blocks_of_their_format_do():
+    said = refused({"layout": {"tensor": 4}, "quantization": {"dit": "fp8_block128"}}, on="h200")
+    assert "the parts of blocks.*.mlp.fc1 must be whole blocks of 128" not in said
+    narrow = replace(
+        FULL_SPEC,
+        supported_layouts=("tensor",),
+        tensor_plan=(TensorSplit("dit", "blocks.*.mlp.fc2", "in"),),
+        linears=(LinearGroup("dit", "blocks.*.mlp.fc2", 50, 14336 + 64, 5376),),
+    )
+    problems = split_problems(narrow, Layout(tensor=2), {"dit": "fp8_block128"})
+    assert "must be whole blocks of 128 fp8_block128 values, and 7200 is none" in problems[0]
+    assert split_problems(narrow, Layout(tensor=2), {"dit": "fp8_row"}) == []
 
 
 SPLITTABLE = replace(FULL_SPEC, supported_layouts=tuple(Layout.__dataclass_fields__))
@@ -248,3 +284,48 @@ def test_a_plan_is_json_and_says_where_every_value_comes_from():
 
 def test_what_the_model_assumes_is_noted():
     assert any("published sizes" in note.text for note in planned(spec=FULL_SPEC, on="h200").notes)
+
+
+ODD = (
+    None,
+    True,
+    "x",
+    "",
+    -1,
+    0,
+    2,
+    7,
+    10**30,
+    1.5,
+    1e-300,
+    1e308,
+    [],
+    {},
+    ["*"],
+    "layerwise",
+    "int8_row",
+    "\0",
+)
+
+
+@pytest.mark.parametrize("key", make_recipe({"model": "h3-mini"}).values())
+def test_whatever_a_key_holds_is_refused_in_words_or_planned(key):
+    for value in ODD:
+        for name in ("cpu-bf16", "h200"):
+            with suppress(RecipeError):
+                recipe = make_recipe({"model": "h3-mini"}, {key: value})
+                plan = make_plan(recipe, MINI_SPEC, machine(name), NO_KERNELS)
+                assert json.loads(json.dumps(plan.as_dict()))["recipe"][key]["from"] == "flag"
+
+
+def test_processes_that_share_the_memory_of_one_processor_need_it_together():
+    one = planned()
+    limit = 3.5 * one.bytes.peak / 2**30
+    several = replace(machine(), count=8)
+    recipe = make_recipe({"model": "h3-mini", "layout": {"data": 4}, "device": {"memory_gib": limit}})
+    four = make_plan(recipe, MINI_SPEC, several, NO_KERNELS)
+    assert one.bytes.host == one.bytes.peak
+    assert four.bytes.host == 4 * four.bytes.peak
+    assert four.bytes.fits_device
+    assert not four.bytes.fits
+    assert "in all" in four.verdict

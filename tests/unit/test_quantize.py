@@ -77,11 +77,11 @@ def test_a_quantised_layer_takes_any_leading_dims(
 def test_the_report_counts_only_layers_that_hold_an_encoded_weight() -> None:
     net = on_meta()
     quantize(net, format="int8_row", keep=["embed"], backend=BACKEND, kernel_id="int8_matmul")
-    assert quantization_report(net) == (0, 0)
+    assert quantization_report(net) == (0, 0, 0)
     net.blocks[0]["up"].accept_weight(torch.randn(32, 16))
-    assert quantization_report(net) == (1, 32 * 16 + 32 * 4)
+    assert quantization_report(net) == (1, 32 * 16 + 32 * 4, 0)
     net.blocks[0]["up"].accept_weight(torch.randn(32, 16))
-    assert quantization_report(net) == (1, 32 * 16 + 32 * 4)
+    assert quantization_report(net) == (1, 32 * 16 + 32 * 4, 0)
 
 
 def test_the_high_precision_weight_is_gone_after_the_swap() -> None:

@@ -15,6 +15,7 @@ from portable_dit.formats import Encoded, encode, format_named
 from portable_dit.models.spec import TensorSource
 from portable_dit.quantize import quantize
 from portable_dit.safetensors_file import TensorFileWriter, open_tensor_file, stored_tensors
+from portable_dit.shares import Share
 from portable_dit.weight_cache import CachedWeights, cache_entries, clear_cache
 from portable_dit.weights import load_component
 
@@ -124,12 +125,15 @@ def test_a_rank_takes_its_share_of_every_tensor(tmp_path):
     with torch.device("meta"):
         module = Pair()
 
-    def second_half(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[ROWS:] if name.startswith("first") else tensor[::2]
-
-    load(module, tmp_path, share=second_half)
+    quarter = ROWS // 2
+    ranges = ((0, quarter), (ROWS, ROWS + quarter))
+    shares = {
+        "first.weight": Share(0, 2 * ROWS, ((ROWS, 2 * ROWS),)),
+        "second.weight": Share(0, 2 * ROWS, ranges),
+    }
+    load(module, tmp_path, shares=shares)
     assert torch.equal(module.first.weight, whole[ROWS:])
-    assert torch.equal(module.second.weight, whole[::2])
+    assert torch.equal(module.second.weight, torch.cat([whole[start:stop] for start, stop in ranges]))
 
 
 def test_progress_counts_every_byte(tmp_path):

@@ -52,6 +52,9 @@ class AscendBackend(AcceleratorBackend):
 
         return super().graph(captured, example_inputs)
 
+    def cluster_resources(self) -> Mapping[str, float]:
+        return {"NPU": 1.0}
+
     def attention_kernels(self) -> Sequence[AttentionKernel]:
         return attention.KERNELS
 

@@ -81,40 +81,42 @@ def test_a_capture_that_fails_ends_the_process_with_what_to_do(ascend_machine, t
     assert not (tmp_path / "x.png").exists()
 
 
-ATTENTION = (
-    ("(~keep)[:, None, None, :]", "keep[:, None, None, :]"),  # not inverted
-    (".expand(-1, 1, rows_q, -1).contiguous()", ""),  # left to broadcast
-    ("num_key_value_heads=k.shape[2],\n            scale=scale,", "num_key_value_heads=k.shape[2],"),
-    ("atten_mask=drop,\n            scale=scale,", "atten_mask=drop,"),
-    ('LAYOUT = "BSND"', 'LAYOUT = "BNSD"'),
-    ("PLAIN, RIGHT_DOWN_CAUSAL = 0, 3", "PLAIN, RIGHT_DOWN_CAUSAL = 0, 0"),
-)
-LINEAR = (
-    ("            bias=bias,\n            output_dtype=dtype,", "            bias=bias,"),  # int8 comes out
-    ('weight.values.t().contiguous(), "scales"', 'weight.values, "scales"'),
-    ('dst_type=type_number("float8_e4m3fn"),', ""),  # 4 bits come out
-    (".transpose(0, 1).contiguous()", ""),
-    ("None if bias is None else bias.float()", "bias"),
-    ('mul_(packed["scales"])', "mul_(1.0)"),
-    ("group_sizes=[1, 1, BLOCK]", "group_sizes=None"),
-)
-FUSED = (
-    ('rotary_mode="half"', 'rotary_mode="interleave"'),
-    ("epsilon=eps", "epsilon=1e-2"),
+NO_SCALE = "num_key_value_heads=k.shape[2],\n            scale=scale,", "num_key_value_heads=k.shape[2],"
+FAULTS = (
+    ("fused_infer", "(~keep)[:, None, None, :]", "keep[:, None, None, :]"),  # not inverted
+    ("fused_infer", ".expand(-1, 1, rows_q, -1).contiguous()", ""),  # left to broadcast
+    ("fused_infer", *NO_SCALE),
+    ("fused_infer", 'LAYOUT = "BSND"', 'LAYOUT = "BNSD"'),
+    ("fused_infer", "PLAIN, RIGHT_DOWN_CAUSAL = 0, 3", "PLAIN, RIGHT_DOWN_CAUSAL = 0, 0"),
+    ("fusion", "atten_mask=drop,\n            scale=scale,", "atten_mask=drop,"),
+    # int8 comes out
+    ("quant_matmul", "            bias=bias,\n            output_dtype=dtype,", "            bias=bias,"),
+    ("quant_matmul", 'weight.values.t().contiguous(), "scales"', 'weight.values, "scales"'),
+    ("quant_matmul", 'dst_type=type_number("float8_e4m3fn"),', ""),  # 4 bits come out
+    ("quant_matmul", ".transpose(0, 1).contiguous()", ""),
+    ("quant_matmul", "None if bias is None else bias.float()", "bias"),
+    ("quant_matmul", "group_sizes=[1, 1, BLOCK]", "group_sizes=None"),
+    ("weight_quant_matmul", 'mul_(packed["scales"])', "mul_(1.0)"),
+    ("npu", 'rotary_mode="half"', 'rotary_mode="interleave"'),
+    ("npu", "epsilon=eps", "epsilon=1e-2"),
     (
+        "npu",
         "torch.cat([out, x[..., turned:]], dim=-1)",
-        "torch.cat([out, out[..., : x.shape[-1] - turned]], dim=-1)",
+        "torch.cat([out, out[..., turned - 128 :]], dim=-1)",
     ),
 )
+PLACES = {
+    "fused_infer": ("attention.py", "attention"),
+    "fusion": ("attention.py", "attention"),
+    "quant_matmul": ("linear.py", "linear"),
+    "weight_quant_matmul": ("linear.py", "linear"),
+    "npu": ("fusions.py", "fused"),
+}
 
 
 def test_every_fault_in_the_package_is_seen(ascend_machine):
-    files = {"attention": ATTENTION, "linear": LINEAR, "fused": FUSED}
-    names = {"attention": "attention.py", "linear": "linear.py", "fused": "fusions.py"}
-    assert_all_seen(
-        ascend_machine("a5"),
-        [Mutation(names[kind], old, new, kind) for kind, faults in files.items() for old, new in faults],
-    )
+    faults = [Mutation(PLACES[id][0], old, new, PLACES[id][1], id) for id, old, new in FAULTS]
+    assert_all_seen(ascend_machine("a5"), faults)
 
 
 def test_every_call_binds_to_every_recorded_version_of_torch_npu(ascend_machine):

@@ -13,6 +13,7 @@ from portable_dit_cuda.probe import probe_libraries
 from portable_dit_cuda.swizzle import swizzle
 
 from portable_dit.conformance.attention import check_attention
+from portable_dit.conformance.experts import check_expert_seams, check_experts
 from portable_dit.conformance.fused import CASES, SEAMS, check_fused
 from portable_dit.conformance.linear import check_linear
 from portable_dit.conformance.outcome import Outcome
@@ -82,10 +83,16 @@ def conformance(report: Report) -> None:
             for linear in kernels:
                 found = check_linear(linear, BACKEND, device, capabilities, "bfloat16")
                 _sum_up(report, f"{format} {linear.id}", found)
+        for format, grouped in BACKEND.expert_kernels().items():
+            for experts in grouped:
+                found = check_experts(experts, BACKEND, device, capabilities, "bfloat16")
+                _sum_up(report, f"experts {format} {experts.id}", found)
         for ops in BACKEND.fused_ops().values():
             for op in ops:
                 for dtype in ("bfloat16", "float16"):
-                    _sum_up(report, f"{op.op} {dtype}", check_fused(op, BACKEND, device, capabilities, dtype))
+                    found = check_fused(op, BACKEND, device, capabilities, dtype)
+                    found = found or check_expert_seams(op, BACKEND, device, capabilities, dtype)
+                    _sum_up(report, f"{op.op} {dtype}", found)
         _long_attention(report, capabilities)
 
 

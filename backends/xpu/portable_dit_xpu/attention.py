@@ -10,18 +10,15 @@ from portable_dit_xpu.device import FLASH_REFUSES
 
 ALL_DTYPES = HALVES | {"float32"}
 FLASH_HEAD_DIMS = (64, 96, 128, 192)  # those that the kernels of every version since 2.10 were compiled for
-TORCH = "torch"  # under this name `Capabilities.libraries` holds the version that the flash kernel depends on
 
 
 class FlashAttention(SdpaAttention):
-    """The SYCL-TLA kernel. Before torch 2.10 pinning it ran oneDNN's instead, with a warning."""
+    """The SYCL-TLA kernel, which is in torch since 2.10; pinning it before ran oneDNN's, with a warning."""
 
     def refuse_further(self, request: AttentionRequest, capabilities: Capabilities) -> Reject | None:
-        arch, version = capabilities.device.arch, capabilities.libraries.get(TORCH, "0.0")
+        arch = capabilities.device.arch
         if arch in FLASH_REFUSES:
             return Reject("arch", f"its results on {arch} were reported wrong")
-        if tuple(int(part) for part in version.split(".")[:2]) < (2, 10):
-            return Reject("torch", f"torch has the kernel since 2.10, this is {version}")
         if request.head_dim not in FLASH_HEAD_DIMS:
             return Reject("head_dim", f"compiled for {FLASH_HEAD_DIMS}, not {request.head_dim}")
         return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from portable_dit import host
 from portable_dit.accelerator import AcceleratorBackend, GraphStyle
 from portable_dit.backend import AttentionKernel, FusedOp, LinearKernel
@@ -60,10 +58,7 @@ class XpuBackend(AcceleratorBackend):
 def describe(found: Device, *, count: int) -> Capabilities:
     """What a device can do, by its properties and the version of torch."""
     it, version = device.properties(found.index), device.torch_version()
-    libraries = {attention.TORCH: str(torch.__version__)}
-    ipex = extension.installed()
-    if ipex is not None and extension.matches(ipex, torch.__version__):
-        libraries[extension.NAME] = ipex
+    ipex = extension.usable()
     shared = bool(getattr(it, "is_integrated_gpu", False))
     return Capabilities(
         device=found,
@@ -78,7 +73,7 @@ def describe(found: Device, *, count: int) -> Capabilities:
         # Capture spreads to no second queue and takes no collective (vllm#53993, pytorch#196490).
         graphs=GraphLimits(supported=version >= GRAPHS_FROM),
         collectives=CollectiveLimits("xccl"),
-        libraries=libraries,
+        libraries={} if ipex is None else {extension.NAME: ipex},
         host_bytes=host.memory()[1],
         runtime_bytes=device.RUNTIME_BYTES,
     )

@@ -32,6 +32,12 @@ def matches(extension: str, torch_build: str) -> bool:
     return extension.split(".")[:2] == torch_build.split(".")[:2]
 
 
+def usable() -> str | None:
+    """The installed release, if it was made for this torch."""
+    found = installed()
+    return found if found is not None and matches(found, torch.__version__) else None
+
+
 def advice() -> str | None:
     """What a person should know of an installed one, None when there is none."""
     found = installed()

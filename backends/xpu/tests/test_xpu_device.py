@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from mock_vendor.signatures import build, recorded
 from portable_dit_xpu import XpuBackend, device, extension
-from portable_dit_xpu.attention import FLASH, ONEDNN, TORCH
+from portable_dit_xpu.attention import FLASH, ONEDNN
 
+from portable_dit import ops
 from portable_dit.capabilities import AttentionRequest, FusionRequest
 from portable_dit.catalog import read_spec
 from portable_dit.machine_file import load_machine
 from portable_dit.plan import make_plan
 from portable_dit.recipe import make_recipe
 
-MACHINES = Path(__file__).resolve().parents[3] / "tests" / "data" / "machines"
+HOME = Path(__file__).resolve().parents[1]
+MACHINES = HOME.parents[1] / "tests" / "data" / "machines"
 
 
 def arc_b70(**libraries: str):
@@ -74,10 +78,9 @@ def test_without_conversions_or_matrix_units_there_is_no_bfloat16():
 @pytest.mark.parametrize(
     ("kernel", "machine", "request_", "code"),
     [
-        (FLASH, arc_b70(**{TORCH: "2.9.1"}), ("bfloat16", 128, 8, 8, 64), "torch"),
-        (FLASH, arc_b70(**{TORCH: "2.13.0"}), ("bfloat16", 72, 8, 8, 64), "head_dim"),
-        (FLASH, arc_b70(**{TORCH: "2.13.0"}), ("float32", 64, 8, 8, 64), "dtype"),
-        (FLASH, arc_b70(**{TORCH: "2.13.0"}), ("bfloat16", 64, 8, 8, 64, "key_padding"), "mask"),
+        (FLASH, arc_b70(), ("bfloat16", 72, 8, 8, 64), "head_dim"),
+        (FLASH, arc_b70(), ("float32", 64, 8, 8, 64), "dtype"),
+        (FLASH, arc_b70(), ("bfloat16", 64, 8, 8, 64, "key_padding"), "mask"),
         (ONEDNN, arc_b70(), ("bfloat16", 584, 8, 8, 64), "head_dim"),
         (ONEDNN, arc_b70(), ("bfloat16", 128, 8, 3, 64), "heads"),
     ],
@@ -87,7 +90,7 @@ def test_attention_refuses_with_the_reason(kernel, machine, request_, code):
 
 
 def test_flash_is_not_offered_where_its_results_were_wrong():
-    machine = arc_b70(**{TORCH: "2.13.0"})
+    machine = arc_b70()
     max_card = replace(machine, device=replace(machine.device, arch="pvc"))
     request = AttentionRequest("bfloat16", 128, 8, 8, 64)
     assert FLASH.check(request, machine) is None
@@ -109,11 +112,28 @@ def test_the_old_extensions_norm_is_used_only_where_it_fits():
     assert op.check(request, arc_b70(**{extension.NAME: "2.13.10"})) is None
 
 
+def test_the_old_extensions_norm_is_called_as_its_last_release_has_it(monkeypatch):
+    """Nothing later will come: the repository is archived."""
+    record = recorded(HOME / "signatures", "intel_extension_for_pytorch")
+    (name,) = record.functions
+
+    def body(given):
+        x = given["hidden_states"].float()
+        scale = (x.square().mean(-1, keepdim=True) + given["eps"]).rsqrt()
+        return (x * scale * given["weight"]).to(given["hidden_states"].dtype)
+
+    llm = SimpleNamespace(functional=SimpleNamespace(rms_norm=build(record.functions[name], body)))
+    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", SimpleNamespace(llm=llm))
+    x, weight = torch.randn(2, 5, 16).bfloat16(), torch.randn(16).bfloat16()
+    for gain in (weight, None):
+        torch.testing.assert_close(extension.rms_norm(x, gain, 1e-6), ops.rms_norm(x, gain, 1e-6))
+
+
 def test_an_arc_card_plans_h3_image_with_onednn_and_int8_on_its_units():
     keys = {"model": "h3-image", "weights": "random", "device": {"backend": "xpu"}}
     keys |= {"quantization": {"dit": "int8_row"}, "offload": {"text_encoder": "layerwise"}}
     recipe = make_recipe(keys)
-    machine = arc_b70(**{TORCH: "2.13.0"})
+    machine = arc_b70()
     plan = make_plan(recipe, read_spec(recipe), machine, XpuBackend().kernel_lists())
     assert {plan.choices(part)["attention"] for part in ("dit", "text_encoder", "vae")} == {"sdpa_onednn"}
     assert plan.choices("dit")["linear:int8_row"] == "int8_mm"

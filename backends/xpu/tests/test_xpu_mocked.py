@@ -70,16 +70,12 @@ def test_an_integrated_gpu_leaves_offload_out_and_says_so(xpu_machine):
 
 def test_every_fault_in_the_package_is_seen(xpu_machine):
     attention = [
-        Mutation("attention.py", "SDPBackend.OVERRIDEABLE", "SDPBackend.MATH", "attention"),
-        Mutation("attention.py", ", masks=MASKS_IN_PIECES)", ")", "attention"),
-        Mutation("attention.py", "(64, 96, 128, 192)", "(64, 72, 96, 128, 192)", "attention"),
+        Mutation("attention.py", "SDPBackend.OVERRIDEABLE", "SDPBackend.MATH", "attention", "sdpa_onednn"),
+        Mutation("attention.py", ", masks=MASKS_IN_PIECES)", ")", "attention", "sdpa_flash"),
+        Mutation("attention.py", "(64, 96, 128, 192)", "(64, 72, 96, 128, 192)", "attention", "sdpa_flash"),
     ]
-    linear = [
-        Mutation(
-            "backend.py", "(ScaledRowLinear(),)", "(ScaledRowLinear(fast_accumulation=True),)", "linear"
-        ),
-        Mutation("backend.py", "(Int8RowLinear(),)", "(ScaledRowLinear(),)", "linear"),
-    ]
+    fast = "(ScaledRowLinear(fast_accumulation=True),)"  # which these devices do not have
+    linear = [Mutation("backend.py", "(ScaledRowLinear(),)", fast, "linear", "scaled_mm")]
     assert_all_seen(xpu_machine("xe35+torch2.14"), [*attention, *linear])
 
 

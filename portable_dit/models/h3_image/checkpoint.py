@@ -223,9 +223,8 @@ def _heads_of_bank(
     weight, bias = sources["final_layer.video_out.weight"], sources["final_layer.video_out.bias"]
 
     def whole(parts: list[Tensor], which: int) -> Tensor:
-        blocks = [
-            part.reshape(count, config.row_size, *part.shape[1:]) for part in parts
-        ]  # [n, row, C] and [n, row]
+        shape = count, config.row_size
+        blocks = [part.reshape(*shape, *part.shape[1:]) for part in parts]  # [n, row, C] and [n, row]
         norms = blocks[0].flatten(1).float().norm(dim=1)
         offsets = bool(norms[1:].mean() < OFFSET_NORM * norms[0])
         full = blocks[which]

@@ -376,9 +376,8 @@ def _index(root: Path) -> dict[str, Any]:
 
 def _text_config(text: Path, root: Path) -> TextConfig | QwenConfig:
     """The encoder's config; the big one comes with that of its image processor, in one of several places."""
-    alone = (
-        text.is_file() and text.suffix == ".safetensors"
-    )  # a single file has no config, and is the big one
+    # A single file has no config, and is the big one.
+    alone = text.is_file() and text.suffix == ".safetensors"
     raw = {} if alone else read_json(text / "config.json")
     if not alone and not is_qwen(raw):
         return TextConfig.from_dict(raw)

@@ -73,7 +73,7 @@ def read_config(
         default, value = getattr(config, f.name), named[f.name]
         if isinstance(value, list):
             value = tuple(value)
-        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(default, float) and type(value) is int and value.bit_length() < 64:
             value = float(value)
         optional = default is None and (value is None or isinstance(value, tuple))
         if not optional and type(value) is not type(default):

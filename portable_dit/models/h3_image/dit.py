@@ -37,10 +37,8 @@ from portable_dit.ops import (
     SwiGLU,
 )
 
-ATTENTION_CHUNK, MLP_CHUNK = (
-    0,
-    3,
-)  # columns of a block's table: shift, scale, gate of attention, then of the MLP
+# Where a block's table begins for each: shift, scale and gate of attention, then of the MLP.
+ATTENTION_CHUNK, MLP_CHUNK = 0, 3
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -207,7 +207,7 @@ class HunyuanImage:
         )
         return HunyuanDenoiser(
             dit=self.dit,
-            blocks=tuple(BoundBlock(block, layer) for layer, block in enumerate(self.dit.layers)),  # type: ignore[arg-type]
+            blocks=tuple(BoundBlock(cast(Block, block), n) for n, block in enumerate(self.dit.layers)),
             shape=(h, w),
             prefix=self.dit.prefill(states),
             rotary=rotary_of(positions, config),

@@ -1,0 +1,222 @@
+"""Cases of a mixture's experts: who is chosen, their layers, plain and quantised, and the sum they give.
+
+The oracle is each expert's weight, decoded, times the rows that are its own, one row after the other, in
+float64. How rows fall to experts is part of a case: evenly, all to one, or none to some.
+
+Letters: M rows, R rows ordered by expert, E experts, N out features, K in features, k choices of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from portable_dit import ops
+from portable_dit.backend import Backend, EmulatedLinear, ExpertKernel, FusedOp, LinearKernel
+from portable_dit.capabilities import Capabilities, Device, ExpertRequest, FusionRequest
+from portable_dit.conformance.outcome import REPEATS, Outcome, judge
+from portable_dit.formats import decode, encode
+from portable_dit.ops import Dispatch
+from portable_dit.plugins import attempt
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """counts: rows of each expert. picked: rows are taken from a smaller input, some of them often."""
+
+    name: str
+    counts: tuple[int, ...]
+    in_features: int = 384
+    out_features: int = 256
+    picked: bool = False
+
+
+CASES: tuple[ExpertCase, ...] = (
+    ExpertCase("even", (32, 32, 32, 32)),
+    ExpertCase("uneven", (1, 77, 0, 13, 5)),
+    ExpertCase("all_to_one", (0, 0, 96)),
+    ExpertCase("picked", (17, 30, 2, 40), picked=True),
+    ExpertCase("wide", (64, 9, 120, 200), 256, 1024, picked=True),
+)
+
+
+def check_experts(
+    kernel: ExpertKernel,
+    backend: Backend,
+    device: Device,
+    capabilities: Capabilities,
+    dtype: str,
+    cases: Sequence[ExpertCase] = CASES,
+    repeats: int = REPEATS,
+) -> list[Outcome]:
+    """One outcome per case."""
+    return [_quantized(kernel, backend, device, capabilities, dtype, case, repeats) for case in cases]
+
+
+def check_expert_seams(
+    op: FusedOp,
+    backend: Backend,
+    device: Device,
+    capabilities: Capabilities,
+    dtype: str,
+    repeats: int = REPEATS,
+) -> list[Outcome]:
+    """One outcome per case of `route`, `expert_linear` or `combine_experts`; none for another seam."""
+    check = {"route": _routed, "expert_linear": _linear, "combine_experts": _combined}.get(op.op)
+    if check is None:
+        return []
+    found = []
+    for case in CASES:
+        reject = op.check(FusionRequest(op.op, dtype, case.in_features), capabilities)
+        if reject is None:
+            found.append(check(op, backend, device, dtype, case, repeats))
+        else:
+            found.append(Outcome(op.op, op.id, case.name, dtype, "not_claimed", reject.detail))
+    return found
+
+
+def inputs(case: ExpertCase) -> tuple[Tensor, Tensor, Dispatch]:
+    """Rows [M, K] and weights [E, N, K], float32 on the host, and who gets what."""
+    generator = torch.Generator().manual_seed(sum(case.counts))
+    total = sum(case.counts)
+    rows = max(total // 3, 1) if case.picked else total
+    x = torch.randn(rows, case.in_features, generator=generator)
+    shape = len(case.counts), case.out_features, case.in_features
+    weight = torch.randn(shape, generator=generator) * case.in_features**-0.5
+    picks = torch.randint(0, rows, (total,), generator=generator) if case.picked else None
+    return x, weight, Dispatch(picks, torch.tensor(case.counts).cumsum(0).int())
+
+
+def oracle(x: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    """float64 [R, N], row by row."""
+    rows = x if dispatch.rows is None else x[dispatch.rows]
+    owner = torch.searchsorted(dispatch.ends, torch.arange(len(rows)), right=True)
+    return torch.stack([weight[e].double() @ row.double() for e, row in zip(owner, rows, strict=True)])
+
+
+def _quantized(
+    kernel: ExpertKernel,
+    backend: Backend,
+    device: Device,
+    capabilities: Capabilities,
+    dtype: str,
+    case: ExpertCase,
+    repeats: int,
+) -> Outcome:
+    name = kernel.format.name
+    op, shape = f"experts:{name}", (case.in_features, case.out_features)
+    request = ExpertRequest(name, dtype, sum(case.counts), len(case.counts), *shape)
+    reject = kernel.check(request, capabilities)
+    if reject is not None:
+        return Outcome(op, kernel.id, case.name, dtype, "not_claimed", reject.detail)
+    x, weight, dispatch = inputs(case)
+    x = x.to(getattr(torch, dtype))
+    encoded = [encode(one, name) for one in weight]
+    plain = ExpertKernel(EmulatedLinear(name) if kernel.linear.quantizes_input else LinearKernel(name))
+
+    def packed(one: ExpertKernel, place: str) -> dict[str, Tensor]:
+        each = [one.pack(encode(w.to(place), name), x.dtype) for w in weight]
+        return {key: torch.stack([p[key] for p in each]) for key in each[0]}
+
+    ours, raised = attempt(lambda: packed(kernel, device.torch_device))
+    if ours is None:
+        return Outcome(op, kernel.id, case.name, dtype, "fail", f"pack raised {raised}")
+    there, x_there = _at(dispatch, device), x.to(device.torch_device)
+    theirs, at_home = packed(plain, device.torch_device), packed(plain, "cpu")
+    return judge(
+        lambda: kernel.apply(x_there, ours, there, case.out_features),
+        lambda: plain.apply(x_there, theirs, there, case.out_features),
+        oracle(x, torch.stack([decode(one) for one in encoded]), dispatch),
+        plain_on_host=lambda: plain.apply(x, at_home, dispatch, case.out_features),
+        op=op,
+        kernel=kernel.id,
+        case=case.name,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        repeats=repeats,
+    )
+
+
+def _routed(
+    op: FusedOp, backend: Backend, device: Device, dtype: str, case: ExpertCase, repeats: int
+) -> Outcome:
+    """The shares of all experts, 0 for those that were not chosen, so that their order does not count."""
+    x = inputs(case)[0].to(getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(16, case.in_features, generator=generator).to(x.dtype) * case.in_features**-0.5
+    here = x.to(device.torch_device), weight.to(device.torch_device)
+    exact, index = (x.double() @ weight.double().T).softmax(dim=-1).topk(4, dim=-1)
+
+    def dense(chosen: tuple[Tensor, Tensor]) -> Tensor:
+        index, shares = chosen
+        return shares.new_zeros(len(index), 16).scatter(1, index, shares)
+
+    return judge(
+        lambda: dense(op.run(*here, 4)),
+        lambda: dense(ops.route(*here, 4)),
+        dense((index, exact / exact.sum(dim=-1, keepdim=True))),
+        plain_on_host=lambda: dense(ops.route(x, weight, 4)),
+        op=op.op,
+        kernel=op.id,
+        case=case.name,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        repeats=repeats,
+    )
+
+
+def _linear(
+    op: FusedOp, backend: Backend, device: Device, dtype: str, case: ExpertCase, repeats: int
+) -> Outcome:
+    x, weight, dispatch = inputs(case)
+    x, weight = (t.to(getattr(torch, dtype)) for t in (x, weight))
+    here = x.to(device.torch_device), weight.to(device.torch_device), _at(dispatch, device)
+    return judge(
+        lambda: op.run(*here),
+        lambda: ops.expert_linear(*here),
+        oracle(x, weight, dispatch),
+        plain_on_host=lambda: ops.expert_linear(x, weight, dispatch),
+        op=op.op,
+        kernel=op.id,
+        case=case.name,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        repeats=repeats,
+    )
+
+
+def _combined(
+    op: FusedOp, backend: Backend, device: Device, dtype: str, case: ExpertCase, repeats: int
+) -> Outcome:
+    """The case's rows as what experts gave, three for each row of the result."""
+    generator = torch.Generator().manual_seed(1)
+    x = inputs(case)[0].to(getattr(torch, dtype))
+    places = torch.randint(0, len(x), (max(len(x) // 3, 1), 3), generator=generator)
+    shares = torch.rand(places.shape, generator=generator)
+    here = tuple(t.to(device.torch_device) for t in (x, places, shares))
+    return judge(
+        lambda: op.run(*here),
+        lambda: ops.combine_experts(*here),
+        torch.stack(
+            [share.double() @ x[place].double() for place, share in zip(places, shares, strict=True)]
+        ),
+        plain_on_host=lambda: ops.combine_experts(x, places, shares),
+        op=op.op,
+        kernel=op.id,
+        case=case.name,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        repeats=repeats,
+    )
+
+
+def _at(dispatch: Dispatch, device: Device) -> Dispatch:
+    rows = None if dispatch.rows is None else dispatch.rows.to(device.torch_device)
+    return Dispatch(rows, dispatch.ends.to(device.torch_device))
