@@ -23,7 +23,7 @@ def main() -> None:
     _on_interrupt(_leave)
     from portable_dit.cli import main as run  # most of the start-up time
 
-    _on_interrupt(signal.default_int_handler)
+    _on_interrupt(_interrupt)
     try:
         run()
     finally:
@@ -37,6 +37,18 @@ def _on_interrupt(handler: Callable[[int, FrameType | None], object]) -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """KeyboardInterrupt, but not into the import of a library: some (torch 2.13) abort, or import half."""
+    here = frame
+    while here is not None:
+        if here.f_code.co_filename == "<frozen importlib._bootstrap>":
+            shows_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a progress line may have hidden it
+            os.write(2, shows_cursor + b"interrupted\n")
+            os._exit(INTERRUPTED)
+        here = here.f_back
+    signal.default_int_handler(number, frame)
 
 
 if __name__ == "__main__":

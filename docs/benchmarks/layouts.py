@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ import torch
 import torch.distributed as dist
 
 from portable_dit import Engine, Request
+from portable_dit.errors import RecipeError
 from portable_dit.layout import Layout
 from portable_dit.loading import set_up
+from portable_dit.models.spec import ModelSpec, Workload
 from portable_dit.parallel.collectives import Group, Pulse, split_evenly
 from portable_dit.parallel.mesh import join_mesh, leave_mesh
 from portable_dit.plugins import select_backend
@@ -61,7 +64,8 @@ class Measured:
 
 def layouts_for(devices: int, *, guidance: bool) -> list[dict[str, int]]:
     """The layouts worth a look: each form alone over all devices, and the usual pairs."""
-    found = [{"ulysses": devices, "vae_tiles": devices}, {"tensor": devices}, {"ring": devices}]
+    found = [{"ulysses": devices, "vae_tiles": devices}, {"ulysses": devices}, {"tensor": devices}]
+    found.append({"ring": devices})
     if devices >= 4:
         found.append({"tensor": 2, "ulysses": devices // 2})
     if guidance:
@@ -142,8 +146,6 @@ def exchange_seconds(options: argparse.Namespace, recipe: Recipe) -> dict[str, f
 
 def time_exchanges(rank: int, port: int, sizes: str, word: str) -> None:
     """One rank of `exchange_seconds`."""
-    from portable_dit.models.spec import Workload
-
     recipe = make_recipe(json.loads(word))
     setup = set_up(recipe, rank=rank)
     spec, plan = setup.spec, setup.plan
@@ -155,8 +157,8 @@ def time_exchanges(rank: int, port: int, sizes: str, word: str) -> None:
     dtype, device = getattr(torch, plan.dtype["dit"]), setup.device.torch_device
     seconds = {}
     for size in sizes.split(","):
-        rows = spec.rows(Workload(*parse_size(size), spec.prompt_tokens))
-        calls = _exchanges_of_a_step(mesh.group, spec, rows, dtype, device)
+        work = Workload(*parse_size(size), spec.prompt_tokens)
+        calls = _exchanges_of_a_step(mesh.group, spec, work, dtype, device)
         rounds = []
         for _ in range(ROUNDS):
             setup.backend.synchronize(setup.device)
@@ -171,30 +173,44 @@ def time_exchanges(rank: int, port: int, sizes: str, word: str) -> None:
 
 
 def _exchanges_of_a_step(
-    group: Callable[[str], Group], spec: Any, rows: int, dtype: torch.dtype, device: str
+    group: Callable[[str], Group], spec: ModelSpec, work: Workload, dtype: torch.dtype, device: str
 ) -> list[Callable[[], object]]:
     """What `parallel` sends in one denoise step, as calls."""
-    ulysses, ring, tensor, whole = (group(name) for name in ("ulysses", "ring", "tensor", "sequence"))
-    lengths = split_evenly(rows, whole.size)
-    mine, width = lengths[whole.index], spec.num_heads * spec.head_dim // tensor.size
-    first = ring.index * ulysses.size
+    ulysses, ring, tensor, whole, guidance = (
+        group(name) for name in ("ulysses", "ring", "tensor", "sequence", "guidance")
+    )
+    branches = spec.branches(spec.default_guidance)
+    batch = 1 if guidance.size > 1 else branches
+    lengths = split_evenly(spec.rows(work) // spec.guidance_branches, whole.size)
+    mine, first = lengths[whole.index], ring.index * ulysses.size
     near = list(lengths[first : first + ulysses.size])
     calls: list[Callable[[], object]] = []
-    hidden = torch.zeros(1, mine, spec.hidden_size, dtype=dtype, device=device)
+    hidden = torch.zeros(batch, mine, spec.hidden_size, dtype=dtype, device=device)
     if ulysses.size > 1:
-        out = torch.zeros(ulysses.size * mine, width // ulysses.size, dtype=dtype, device=device)
-        back = torch.zeros(sum(near), width // ulysses.size, dtype=dtype, device=device)
-        calls += [lambda: ulysses.exchange(out, [mine] * ulysses.size, near)] * 3
-        calls += [lambda: ulysses.exchange(back, near, [mine] * ulysses.size)]
+        for heads, times in ((spec.num_heads, 1), (max(spec.num_kv_heads, ulysses.size), 2)):
+            width = batch * heads * spec.head_dim // tensor.size // ulysses.size
+            out = torch.zeros(ulysses.size * mine, width, dtype=dtype, device=device)
+            calls += [partial(ulysses.exchange, out, [mine] * ulysses.size, near)] * times
+        width = batch * spec.num_heads * spec.head_dim // tensor.size // ulysses.size
+        back = torch.zeros(sum(near), width, dtype=dtype, device=device)
+        calls.append(partial(ulysses.exchange, back, near, [mine] * ulysses.size))
     if ring.size > 1:
-        keys = torch.zeros(1, sum(near), width // ulysses.size, dtype=dtype, device=device)
-        turn = lambda: ring.pass_on((keys, keys), (torch.empty_like(keys), torch.empty_like(keys))).wait()  # noqa: E731
+        width = spec.num_kv_heads // tensor.size // ulysses.size * spec.head_dim
+        keys = torch.zeros(batch, sum(near), width, dtype=dtype, device=device)
+
+        def turn() -> None:
+            ring.pass_on((keys, keys), (torch.empty_like(keys), torch.empty_like(keys))).wait()
+
         calls += [turn] * (ring.size - 1)
     if tensor.size > 1:
-        calls += [lambda: tensor.all_reduce(hidden)] * 2
+        sums = sum(split.component == "dit" and split.along == "in" for split in spec.tensor_plan)
+        calls += [partial(tensor.all_reduce, hidden)] * sums
     calls *= spec.num_blocks
     if whole.size > 1:
-        calls.append(lambda: whole.gather_rows(hidden, lengths))
+        calls.append(partial(whole.gather_rows, hidden, lengths))
+    if guidance.size > 1 and branches > 1:
+        velocity = torch.zeros(1, 1, spec.latent_values(work.width, work.height), device=device)
+        calls.append(partial(guidance.gather_rows, velocity, (1, 1)))
     return calls
 
 
@@ -245,6 +261,11 @@ def main() -> None:
     for layout in [{}, *(chosen or layouts_for(options.devices, guidance=guidance))]:
         if time.monotonic() - start > options.seconds:
             print(f"not measured, no time left: {layout}", file=sys.stderr)
+            continue
+        try:
+            set_up(recipe_of(options, layout))
+        except RecipeError as error:
+            print(f"not measured: {error}", file=sys.stderr)
             continue
         fresh = measure(options, layout, pictures)
         found += fresh

@@ -72,10 +72,11 @@ class Member:
     moved: float = field(default_factory=time.monotonic)
     done: Loaded | Done | Failed | None = None
     ended: bool = False
+    quiet: bool = True  # it has said nothing of its task yet
 
     def begin(self) -> None:
         """Nothing is known of the new task yet."""
-        self.done = None
+        self.done, self.quiet = None, True
         self.heard = self.moved = time.monotonic()
 
     def last_words(self, trace: str = "") -> str:
@@ -93,6 +94,10 @@ class Member:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
+class _GoneBeforeError(RankError):
+    """A rank was gone before it had said anything of its request, and nothing of that was told."""
+
+
 class LocalRanks:
     """The ranks of one replica. They are started by `start`, and again by `draw` after they were lost."""
 
@@ -100,6 +105,7 @@ class LocalRanks:
         self._setup = setup
         self._replica = replica
         self._members: list[Member] = []
+        self._told = True  # something of the present task was told to the caller
         self._store: list[object] = []  # where the ranks meet; it lives as long as they do
         self.reports: tuple[RankReport, ...] = ()
 
@@ -142,13 +148,27 @@ class LocalRanks:
         """See `workers.Workers`."""
         if any(member.process.poll() is not None for member in self._members):
             self.end()
+        try:
+            return self._draw(request, emit, cancelled, previews)
+        except _GoneBeforeError:  # a rank had died since the last request; this one has not begun
+            return self._draw(request, emit, cancelled, previews)
+
+    def _draw(
+        self,
+        request: ResolvedRequest,
+        emit: Callable[[Event], None],
+        cancelled: Callable[[], bool],
+        previews: bool,
+    ) -> Result:
         if not self._members:
             self.start(lambda name: None, lambda name, done, total: None)
+        self._told = False
         self._tell_all(Draw(request, previews))
         pictures: list[Picture] = []
 
         def heard(member: Member, answer: Answer) -> None:
             if isinstance(answer, Told):
+                self._told = True
                 if isinstance(answer.event, Drawn):
                     pictures.append(answer.event.picture)
                 emit(answer.event)
@@ -224,6 +244,7 @@ class LocalRanks:
                 member.ended = True
                 continue
             now = member.heard = time.monotonic()
+            member.quiet = False
             if isinstance(answer, Alive):
                 if answer.count != member.alive.count:
                     member.moved = now
@@ -246,7 +267,8 @@ class LocalRanks:
         again = "All ranks were ended; the next request starts them again."
         if dead:
             member = dead[0]
-            raise RankError(
+            kind = _GoneBeforeError if member.quiet and not self._told else RankError
+            raise kind(
                 f"{self._name(member)} {member.how_it_ended()} while {during} ({member.alive.doing}). "
                 f"{member.last_words()}\n{again}"
             )

@@ -168,8 +168,13 @@ class VAEConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> VAEConfig:
         where, known = "vae/config.json", dict(raw)
         factors = raw.get("spatial_downsample_factors")
-        if isinstance(factors, list):
+        if isinstance(factors, list | tuple):
             known.setdefault("downsample_stages", factors.count(2))
+        elif factors is not None:
+            raise WeightsError(
+                f"{where}: spatial_downsample_factors = {factors!r:.80} must be a list. Restore the file "
+                "from the checkpoint."
+            )
         guesses = (
             "latents_mean",
             "latents_std",
