@@ -26,6 +26,8 @@ def main() -> None:
     _on_interrupt(_interrupt)
     try:
         run()
+    except KeyboardInterrupt:  # while the commands were put together, before one could tell of it
+        raise SystemExit(INTERRUPTED) from None
     finally:
         _on_interrupt(_leave)
 

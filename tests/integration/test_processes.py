@@ -58,6 +58,9 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 if {moment!r} == "the end":
     atexit.register(interrupt)
+if {moment!r} == "the commands":
+    import typer.main
+    typer.main.get_command = lambda app: interrupt()
 from portable_dit.__main__ import main
 main()
 """
@@ -65,7 +68,13 @@ main()
 
 @pytest.mark.parametrize(
     ("moment", "said"),
-    [("typer", ""), ("portable_dit.cli.run", ""), ("yaml", "interrupted\n"), ("the end", "")],
+    [
+        ("typer", ""),
+        ("portable_dit.cli.run", ""),
+        ("the commands", ""),
+        ("yaml", "interrupted\n"),
+        ("the end", ""),
+    ],
 )
 def test_ctrl_c_at_any_moment_of_a_command_is_quiet(moment, said):
     code = INTERRUPTED_AT.format(moment=moment)
