@@ -170,6 +170,6 @@ def test_exact_pictures_pass_every_edit_gate_so_the_judge_is_not_what_fails(case
 def test_one_block_with_two_heads_swapped_fails_the_text_to_image_gates(cases: Cases) -> None:
     some = cases.where(lambda case: case.record.kind == "single" and not case.held_out)[:10]
     with Engine.load("cpu/h3-mini", {"precision": "float32"}) as engine:
-        swap_two_query_heads(engine._ready().model, 0)
+        swap_two_query_heads(engine.workers.loaded.model, 0)
         scores = score_t2i([c.record for c in some], paint_cases(engine, some, size=256), cases.judge)
     assert scores["single_top1"].value < T2I_GATES["single_top1"]

@@ -7,7 +7,6 @@ import io
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -22,10 +21,12 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def server(tiny_recipe: Path, tmp_path_factory) -> Iterator[RunningServer]:
-    with running(
-        tiny_recipe, tmp_path_factory.mktemp("server") / "jobs.sqlite3", "--max-images", "64"
-    ) as server:
+def server(make_checkpoint, tmp_path_factory) -> Iterator[RunningServer]:
+    """Its largest picture, many at once, takes long enough to be stopped in the middle."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("page"), max_side=1024, max_pixels=512 * 512)
+    recipe = folder / "page.yaml"
+    recipe.write_text(f"model: h3-mini\nweights: {folder}\ndevice: {{backend: cpu}}\nprecision: float32\n")
+    with running(recipe, tmp_path_factory.mktemp("server") / "jobs.sqlite3", "--max-images", "128") as server:
         yield server
 
 
@@ -101,14 +102,14 @@ def test_a_prompt_becomes_a_picture_with_its_seed_and_a_place_in_the_gallery(pag
 
 
 def test_steps_and_previews_are_shown_while_it_draws_and_stop_stops(page):
-    page.fill("#count", "64")
+    page.fill("#count", "128")
     page.select_option("#shape", "custom")
-    page.fill("#width", "256")
-    page.fill("#height", "256")
+    page.fill("#width", "512")
+    page.fill("#height", "512")
     page.fill("#prompt", "a red apple")
     page.click("#go")
     expect(page.locator("#canvas.drawing img")).to_be_visible(timeout=120_000)
-    expect(page.locator("#status")).to_have_text(re.compile(r"^Step \d+ of 384$"))
+    expect(page.locator("#status")).to_have_text(re.compile(r"^Step \d+ of 768$"))
     expect(page.locator("#progress")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_have_text("Stopped.", timeout=120_000)

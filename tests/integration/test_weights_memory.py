@@ -17,6 +17,7 @@ from portable_dit.weights import load_component
 @dataclass(frozen=True)
 class Whole:
     names: tuple[str, ...]
+    by_rows: bool = False
     def make(self, tensor):
         return tensor
 

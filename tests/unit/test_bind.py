@@ -84,7 +84,7 @@ def quantized(plain):
 
 class HandsOver(CpuBackend):
     def linear_kernels(self):
-        return {"int8_row": [Counted()]}
+        return {"int8_row": [Counted("int8_row")]}
 
     def fused_ops(self):
         ops_ = (("norm_modulate", ops.norm_modulate), ("swiglu", ops.swiglu))

@@ -114,9 +114,11 @@ def test_shares_of_the_experts_add_up_to_the_whole(holders):
 
 @torch.no_grad()
 def test_a_holder_that_nobody_chose_adds_nothing():
-    part = filled(Experts(4, CHANNELS, HIDDEN))
+    part = filled(Experts(8, CHANNELS, HIDDEN))
     for layer in (part.gate_and_up_proj, part.down_proj):
-        layer.first = 4
+        stored = layer.weight.data[4:]
+        layer.hold(4, 4)
+        layer.weight.data = stored
     out = part(rows(5), torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
     assert torch.equal(out, torch.zeros(5, CHANNELS))
 
