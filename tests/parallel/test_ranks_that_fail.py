@@ -69,6 +69,9 @@ def gone(pids: list[int]) -> bool:
     return False
 
 
+MANY = Request("a red apple", images=16)  # the ranks may be steps ahead of what the caller has heard
+
+
 def at_step(number, action):
     def watch(event):
         if isinstance(event, Stepped) and event.step == number:
@@ -82,9 +85,7 @@ def test_a_rank_that_is_killed_in_step_three_is_named_and_the_next_request_draws
         pids = [report.process for report in engine.reports]
         start = time.monotonic()
         with pytest.raises(RankError, match=r"rank 1 of 2 was killed by SIGKILL while drawing"):
-            # Many pictures: the ranks may be steps ahead of what the caller has heard.
-            request = Request("a red apple", images=16)
-            engine.generate(request, on_event=at_step(2, lambda: os.kill(pids[1], signal.SIGKILL)))
+            engine.generate(MANY, on_event=at_step(2, lambda: os.kill(pids[1], signal.SIGKILL)))
         assert time.monotonic() - start < PATIENCE
         assert gone(pids)
         again = engine.generate("a red apple").images[0].pixels
@@ -98,8 +99,7 @@ def test_a_rank_that_is_stopped_is_given_up_and_named(tiny_recipe):
     with Engine.load(tiny_recipe, {**TWO, "rank_timeout_seconds": 3.0}) as engine:
         pids = [report.process for report in engine.reports]
         with pytest.raises(RankError, match=r"rank 1 of 2 does not answer for 3 s while drawing"):
-            request = Request("a red apple", images=16)
-            engine.generate(request, on_event=at_step(2, lambda: os.kill(pids[1], signal.SIGSTOP)))
+            engine.generate(MANY, on_event=at_step(2, lambda: os.kill(pids[1], signal.SIGSTOP)))
         assert gone(pids)
 
 
