@@ -215,7 +215,9 @@ def test_encoding_twice_changes_nothing_more_than_rounding(
 ) -> None:
     once = decode(encode(sample(rows, columns, seed), name))
     twice = decode(encode(once, name))
-    torch.testing.assert_close(twice, once, rtol=1e-6, atol=0)
+    # Turning there and back rounds every number by a little of the largest in its row.
+    slack = 2**-20 * float(once.abs().max()) if FORMATS[name].rotated else 0.0
+    torch.testing.assert_close(twice, once, rtol=1e-6, atol=slack)
 
 
 def test_a_checkpoint_with_scales_of_another_shape_or_type_is_refused() -> None:
