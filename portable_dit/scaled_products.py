@@ -64,47 +64,56 @@ class MatrixUnitLinear(LinearKernel):
         raise AssertionError("each kernel has its own")
 
 
-class ScaledRowLinear(MatrixUnitLinear):
-    """e4m3 with a scale for each input row and each output channel.
+class ScaledLinear(MatrixUnitLinear):
+    """e4m3 through torch's scaled product, input and weight scaled the same way. recipe: which way.
 
     fast_accumulation: sums stay in the matrix unit's own registers, where a device has the choice.
     """
 
-    takes_quantized = True
+    recipe: F.ScalingType
 
-    def __init__(self, id: str = "scaled_mm", *, fast_accumulation: bool = False) -> None:
-        super().__init__("fp8_row", id)
+    def __init__(self, format: str, id: str, *, fast_accumulation: bool) -> None:
+        super().__init__(format, id)
         self.fast_accumulation = fast_accumulation
-
-    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
-        assert weight.scales is not None
-        return {"values": weight.values, "scales": weight.scales.reshape(1, -1)}  # [1, N]
 
     def apply_quantized(
         self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        by_row = F.ScalingType.RowWise
         return F.scaled_mm(
             values,
             packed["values"].t(),
             scale_a=scales,
-            scale_recipe_a=by_row,
+            scale_recipe_a=self.recipe,
             scale_b=packed["scales"],
-            scale_recipe_b=by_row,
+            scale_recipe_b=self.recipe,
             bias=bias,
             output_dtype=dtype,
             use_fast_accum=self.fast_accumulation,
         )
 
 
-class ScaledTensorLinear(MatrixUnitLinear):
+class ScaledRowLinear(ScaledLinear):
+    """e4m3 with a scale for each input row and each output channel."""
+
+    takes_quantized = True
+    recipe = F.ScalingType.RowWise
+
+    def __init__(self, id: str = "scaled_mm", *, fast_accumulation: bool = False) -> None:
+        super().__init__("fp8_row", id, fast_accumulation=fast_accumulation)
+
+    def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
+        assert weight.scales is not None
+        return {"values": weight.values, "scales": weight.scales.reshape(1, -1)}  # [1, N]
+
+
+class ScaledTensorLinear(ScaledLinear):
     """e4m3 with one scale for all of the input and one for the weight. A row depends on its batch mates."""
 
     dtypes = frozenset({"bfloat16", "float16"})
+    recipe = F.ScalingType.TensorWise
 
     def __init__(self, id: str = "scaled_mm", *, fast_accumulation: bool = False) -> None:
-        super().__init__("fp8_tensor", id)
-        self.fast_accumulation = fast_accumulation
+        super().__init__("fp8_tensor", id, fast_accumulation=fast_accumulation)
 
     def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
         assert weight.scales is not None
@@ -113,22 +122,6 @@ class ScaledTensorLinear(MatrixUnitLinear):
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         values, scales = super().quantize_input(x)
         return values, scales.reshape(1)
-
-    def apply_quantized(
-        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        whole = F.ScalingType.TensorWise
-        return F.scaled_mm(
-            values,
-            packed["values"].t(),
-            scale_a=scales,
-            scale_recipe_a=whole,
-            scale_b=packed["scales"],
-            scale_recipe_b=whole,
-            bias=bias,
-            output_dtype=dtype,
-            use_fast_accum=self.fast_accumulation,
-        )
 
 
 class ScaledBlocksOf32Linear(MatrixUnitLinear):
