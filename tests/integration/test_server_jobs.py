@@ -373,3 +373,35 @@ def test_a_worker_that_does_not_answer_is_not_ready(server):
         os.kill(server.worker_pid, signal.SIGCONT)
     server.wait_ready()
     assert server.draw(size="64x64").status == 200
+
+
+NOTES_THREADS = """
+import threading
+from pathlib import Path
+from portable_dit.cpu import CpuBackend
+from portable_dit.hooks import hookimpl
+
+class NotesThreads(CpuBackend):
+    id = "notes"
+    def synchronize(self, device):
+        with Path({file!r}).open("a") as file:
+            print(threading.current_thread().name, file=file)
+
+@hookimpl
+def portable_dit_backends():
+    return [NotesThreads()]
+"""
+
+
+def test_the_thread_that_loads_is_the_one_that_draws(shelf, tiny_recipe, tmp_path):
+    """Two threads that compute have two teams of OpenMP threads, which slow each other down."""
+    names = tmp_path / "names"
+    shelf.install("notes", NOTES_THREADS.format(file=str(names)))
+    recipe = tmp_path / "notes.yaml"
+    recipe.write_text(tiny_recipe.read_text().replace("backend: cpu", "backend: notes"))
+    with running(recipe, tmp_path / "jobs.sqlite3", PYTHONPATH=str(shelf.folder)) as server:
+        loaded = names.read_text().split()
+        assert server.draw(size="64x64").status == 200
+        drawn = names.read_text().split()[len(loaded) :]
+    assert loaded
+    assert set(loaded) == set(drawn)
