@@ -78,7 +78,7 @@ Where = tuple[int, int, str]
 
 
 def load(keys: Mapping[str, Any]) -> H3Image:
-    """The built-in model on the CPU. keys: what to change in its recipe."""
+    """The built-in model. keys: what to change in its recipe for the CPU."""
     model = load_model(set_up("cpu/h3-mini", keys)).model
     assert isinstance(model, H3Image)
     return model
@@ -137,14 +137,15 @@ def _watched(bound: Any, hidden: Tensor, arguments: Any) -> tuple[Tensor, dict[s
 def branch_errors(reference: Trace, model: H3Image) -> dict[Where, float]:
     """Relative L2 error of every branch of a candidate, each fed the reference's input."""
     denoiser, dtype = prepare(model, reference.wish), model.dit.dtype
+    device = denoiser.prefix.device
     errors: dict[Where, float] = {}
     for step, traces in reference.blocks.items():
         index = denoiser.indices[step]
         for number, (bound, expected) in enumerate(zip(denoiser.blocks, traces, strict=True)):
             block, modulation = bound.block, Modulation(bound.table, index)
-            x = block.norm1(expected.hidden.to(dtype), modulation, ATTENTION_CHUNK)
+            x = block.norm1(expected.hidden.to(device, dtype), modulation, ATTENTION_CHUNK)
             attention = block.attn(x, denoiser.rotary, NO_MASK)
-            mlp = block.mlp(block.norm2(expected.middle.to(dtype), modulation, MLP_CHUNK))
+            mlp = block.mlp(block.norm2(expected.middle.to(device, dtype), modulation, MLP_CHUNK))
             errors[step, number, "attention"] = relative_l2(attention, expected.attention)
             errors[step, number, "mlp"] = relative_l2(mlp, expected.mlp)
     return errors
@@ -156,7 +157,8 @@ def worst(errors: Iterable[dict[Where, float]], branch: str) -> float:
 
 
 def relative_l2(value: Tensor, expected: Tensor) -> float:
-    return ((value.float() - expected.float()).norm() / expected.float().norm()).item()
+    value, expected = value.float(), expected.to(value.device, torch.float32)
+    return ((value - expected).norm() / expected.norm()).item()
 
 
 @torch.no_grad()

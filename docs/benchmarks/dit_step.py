@@ -94,36 +94,43 @@ def in_dtype(model: MiniMaxH3Transformer3DModel, dtype: torch.dtype) -> MiniMaxH
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step of side x side latent cells is given, without references."""
+    """What a step of side x side latent cells is given. references: latents of pictures before it."""
 
     text: Tensor
     latents: Tensor
     packing: Packing
+    references: tuple[Tensor, ...] = ()
 
     @property
     def times(self) -> Tensor:
         return torch.tensor([TIME, CONDITION_TIME])
 
 
-def inputs(config: DiTConfig, side: int, text_rows: int) -> Inputs:
+def inputs(config: DiTConfig, side: int, text_rows: int, reference_sides: tuple[int, ...] = ()) -> Inputs:
     generator = torch.Generator().manual_seed(1)
+
+    def latents(side: int) -> Tensor:
+        return torch.randn(1, config.latents_dim, side, side, generator=generator)
+
     text = torch.randn(1, text_rows, config.text_dim, generator=generator)
-    latents = torch.randn(1, config.latents_dim, side, side, generator=generator)
-    return Inputs(text, latents, pack(torch.ones(text_rows, dtype=torch.long), [], (side, side)))
+    target, references = latents(side), tuple(latents(side) for side in reference_sides)
+    shapes = [(side, side) for side in reference_sides]
+    packing = pack(torch.ones(text_rows, dtype=torch.long), shapes, (side, side))
+    return Inputs(text, target, packing, references)
 
 
 def diffusers_step(theirs: nn.Module, given: Inputs, *, dtype: torch.dtype, device: str = "cpu") -> Step:
     """One step of diffusers' module on its device."""
     packing, text_rows = given.packing, given.text.shape[1]
     arguments = {
-        "hidden_states": patchify(given.latents),
+        "hidden_states": torch.cat([patchify(z) for z in (*given.references, given.latents)], dim=1),
         "audio_hidden_states": torch.zeros(1, 0, theirs.config.audio_in_channels),
         "encoder_hidden_states": given.text.to(dtype),
         "timestep": given.times,
         "timestep_indices": packing.row_times,
         "token_tags": packing.tags,
         "position_ids": packing.positions,
-        "video_indices": torch.arange(text_rows, text_rows + packing.target_rows),
+        "video_indices": torch.arange(text_rows, len(packing.tags)),
         "audio_indices": torch.zeros(0, dtype=torch.long),
         "text_indices": torch.arange(text_rows),
     }

@@ -59,6 +59,7 @@ def sections(rows: list[int]) -> dict[str, Callable[[Report], None]]:
     import device_bench as bench
     import device_checks as checks
     import device_pictures as pictures
+    import device_quality as quality
 
     return {
         "identity": checks.identity,
@@ -72,10 +73,13 @@ def sections(rows: list[int]) -> dict[str, Callable[[Report], None]]:
         "fusions": lambda report: bench.fused_seams(report, rows),
         "blocks": lambda report: bench.blocks(report, rows),
         "offload": bench.layerwise,
-        "builtin": pictures.builtin,
+        "branches": quality.branches,
+        "builtin": quality.pictures,
+        "meaning": quality.meaning,
         "pictures": pictures.pictures,
         "diffusers": pictures.diffusers,
         "capped": pictures.capped,
+        "by_block": quality.by_block,
     }
 
 
