@@ -14,7 +14,7 @@ import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,13 @@ class AttentionKernel:
     """
 
     id: str = "math"
-    exact: bool = True  # False: quantises inside, so it is used only when named
+    # Set by a kernel that quantises inside, and its error is judged by it: e4m3 of queries, keys and values,
+    # or int8 of queries and keys. Such a kernel runs only when it is named.
+    rounds_to: Literal["float8_e4m3fn", "int8"] | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.rounds_to is None
 
     def check(self, request: Request, capabilities: Capabilities) -> Reject | None:
         """None when this kernel serves the request on such a device, else the reason. Pure."""

@@ -205,7 +205,7 @@ def load_model(
         _bind(module, name, setup)
         if parts is not None:
             _connect(parts, model, name, setup)
-    model.finish_loading(model.schedule(plan.steps))
+    model.finish_loading(model.schedule(plan.steps), setup.device.torch_device)
     visitors, streamed = _offload(model, setup)
     setup.backend.synchronize(setup.device)
     graphs = Graphs(setup.backend, max_live=setup.capabilities.graphs.max_live)

@@ -116,8 +116,17 @@ class ScaledTensorLinear(ScaledLinear):
         super().__init__("fp8_tensor", id, fast_accumulation=fast_accumulation)
 
     def pack(self, weight: Encoded, dtype: torch.dtype) -> Packed:
+        """Scales [4], of which the first counts: those of experts lie one behind the other, and each has to
+        start at a multiple of 16 bytes.
+        """
         assert weight.scales is not None
-        return {"values": weight.values, "scales": weight.scales.reshape(1)}
+        return {"values": weight.values, "scales": F.pad(weight.scales.reshape(1), (0, 3))}
+
+    def apply_quantized(
+        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        first = {**packed, "scales": packed["scales"].narrow(0, 0, 1)}
+        return super().apply_quantized(values, scales, first, bias, dtype)
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         values, scales = super().quantize_input(x)

@@ -110,6 +110,7 @@ def load_component(
     """
     from portable_dit.slots import ExpertSlot, QuantizedSlot, Slot, placed, targets_of
 
+    _place_constants(module, device)
     targets = targets_of(module)
     shares = shares or {}
     made = {name: Made(name, stored, source, shares.get(name)) for name, source in sources.items()}
@@ -143,6 +144,15 @@ def load_component(
     return done
 
 
+def _place_constants(module: nn.Module, device: Callable[[str], str]) -> None:
+    """Takes buffers that are in no file, such as a rotary embedding's frequencies, to where weights go."""
+    for path, owner in module.named_modules():
+        for name in owner._non_persistent_buffers_set:
+            buffer = owner._buffers[name]
+            if buffer is not None and not buffer.is_meta:
+                owner._buffers[name] = buffer.to(device(f"{path}.{name}" if path else name))
+
+
 def fill_random(
     module: nn.Module,
     *,
@@ -161,6 +171,7 @@ def fill_random(
 
     from portable_dit.slots import ExpertSlot, Slot, targets_of
 
+    _place_constants(module, device)
     targets = targets_of(module)
     for number, (name, target) in enumerate(targets.items()):
         on_tensor(number, len(targets))
@@ -252,8 +263,8 @@ class Made:
 
         scales = [_scale_of(name, self.stored) for name in self.source.names]
         rows = [part.shape[0] if part.shape else 0 for part in self.parts]
-        if not self.source.by_rows or form.scales is not torch.float32:
-            return None
+        if not self.source.by_rows or form.scales is not torch.float32 or form.rotated:
+            return None  # by_rows says that nothing turns the numbers back, so their basis is the plain one
         if form.block[1] != WHOLE or any(_torch_dtype(part.dtype) is not form.values for part in self.parts):
             return None
         spread = [

@@ -150,7 +150,7 @@ def _check(
         lambda: kernel.run(q, k, v, mask, scale=scale),
         lambda: ops.attention(q, k, v, mask, scale=scale),
         oracle(case, torch_dtype),
-        plain_on_host=lambda: plain_result(case, torch_dtype),
+        plain_on_host=lambda: plain_result(case, torch_dtype, kernel.rounds_to),
         op="attention",
         kernel=kernel.id,
         case=case.name,
@@ -162,10 +162,26 @@ def _check(
 
 
 @lru_cache(maxsize=64)
-def plain_result(case: AttentionCase, dtype: torch.dtype) -> Tensor:
-    """What the plain body gives on the host."""
+def plain_result(case: AttentionCase, dtype: torch.dtype, rounds_to: str | None = None) -> Tensor:
+    """What the plain body gives on the host, from inputs rounded as `AttentionKernel.rounds_to` says."""
     mask = build_mask(case, torch.device("cpu"))
-    return ops.attention(*inputs(case, dtype), mask, scale=case.real_scale)
+    q, k, v = inputs(case, dtype)
+    if rounds_to is not None:
+        q, k = (_rounded(x, case.kv_heads, rounds_to) for x in (q, k))
+        v = v if rounds_to == "int8" else _rounded(v, case.kv_heads, rounds_to)
+    return ops.attention(q, k, v, mask, scale=case.real_scale)
+
+
+def _rounded(x: Tensor, groups: int, to: str) -> Tensor:
+    """x [B, S, N, D] as 8-bit numbers would keep it, with a scale for each batch entry and group of heads."""
+    dtype: torch.dtype = getattr(torch, to)
+    whole = not dtype.is_floating_point
+    parts = x.float().unflatten(2, (groups, -1))  # [B, S, groups, N / groups, D]
+    largest = torch.iinfo(dtype).max if whole else torch.finfo(dtype).max
+    amax = parts.abs().amax(dim=(1, 3, 4), keepdim=True)
+    scale = (amax / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    steps = (parts / scale).round() if whole else parts / scale
+    return (steps.to(dtype).float() * scale).flatten(2, 3).to(x.dtype)
 
 
 def inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

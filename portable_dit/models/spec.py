@@ -300,8 +300,12 @@ class Model(Protocol):
         """Where the equal blocks of "text_encoder" or "dit" are in it: the name of an nn.ModuleList."""
         ...
 
-    def finish_loading(self, schedule: Schedule) -> None:
-        """Work that needs the weights once: fixed modulation tables, whose weights are then dropped."""
+    def finish_loading(self, schedule: Schedule, device: str | None = None) -> None:
+        """Work that needs the weights once: fixed modulation tables, whose weights are then dropped.
+
+        device: where to compute, None = where the weights are. Weights that wait on the host must not change a
+        picture's numbers.
+        """
         ...
 
     def schedule(self, steps: int) -> Schedule: ...

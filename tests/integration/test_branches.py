@@ -60,7 +60,7 @@ def test_every_branch_in_bfloat16_is_within_its_limit(traces: list[Trace]) -> No
     assert max(worst(errors, branch) for branch in BRANCHES) <= LIMITS["bfloat16"]
 
 
-@pytest.mark.parametrize("format", ["int8_row", "fp8_row", "fp8_tensor", "mxfp8"])
+@pytest.mark.parametrize("format", ["int8_row", "int8_row_rotated", "fp8_row", "fp8_tensor", "mxfp8"])
 def test_every_branch_with_eight_bit_weights_and_inputs_is_within_its_limit(
     format: str, traces: list[Trace]
 ) -> None:

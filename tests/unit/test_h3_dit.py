@@ -79,6 +79,13 @@ def test_fixed_tables_equal_tables_made_for_each_step_to_the_bit() -> None:
             assert torch.equal(fixed.final[place : place + 1], model.final_layer.table(embedding))
 
 
+@torch.no_grad()
+def test_fixed_tables_are_made_on_the_device_while_the_weights_wait_elsewhere() -> None:
+    """Made where the weights are, an offloaded model would draw with other last bits."""
+    tables = tiny(replace(DIT, adaln_form="curve")).modulation_tables(TIMES, "meta")
+    assert all(table.is_meta for table in (*tables.blocks, tables.final))
+
+
 def test_dropping_modulation_weights_frees_them_and_nothing_else() -> None:
     model = tiny()
     before = {name for name, _ in model.named_parameters()}

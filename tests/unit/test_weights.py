@@ -64,6 +64,15 @@ def test_every_tensor_arrives_bit_for_bit(tmp_path):
     assert not any(p.requires_grad for p in module.parameters())
 
 
+def test_a_constant_that_is_in_no_file_goes_where_the_weights_go(tmp_path):
+    save(tmp_path, filled())
+    module, stored = on_meta(), stored_tensors(tmp_path)
+    module.first.register_buffer("frequencies", torch.ones(2), persistent=False)
+    sources = {name: whole(name) for name in stored}
+    load_component(module, stored, sources=sources, device=lambda name: "meta")
+    assert module.first.frequencies.is_meta
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_module_says_the_dtype(tmp_path, dtype, stored):

@@ -110,6 +110,7 @@ def test_a_weight_stored_in_the_layers_format_is_taken_bit_for_bit(tmp_path, for
         ("int8_row", torch.int8, ROWS, False),  # moved in other ways than whole rows
         ("fp8_tensor", torch.float8_e4m3fn, ROWS, True),  # one scale cannot be eight
         ("fp8_row", torch.int8, ROWS, True),  # other numbers
+        ("int8_row_rotated", torch.int8, ROWS, True),  # the same kind of numbers in another basis
     ],
 )
 def test_any_other_weight_is_encoded_from_what_it_stands_for(tmp_path, format, dtype, scales, by_rows):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -26,6 +27,7 @@ from portable_dit_cuda.chips import capability_of, refuse_library
 MAX_ROW = 32768  # channels that one program holds in registers
 MAX_HEAD_DIM = 512
 TILE = 1024  # channels of one program where a row needs no sum
+HEAD_TILE = 64  # rows of one head that a program quantises
 DTYPES = frozenset({"bfloat16", "float16"})
 ROW_FORMATS = ("fp8_row", "int8_row")  # those with one scale for a row of the input
 
@@ -44,6 +46,11 @@ class TritonOp(FusedOp):
         if request.channels > self.channels:
             return Reject("channels", f"takes rows up to {self.channels}, not {request.channels}")
         return refuse_library("triton", capabilities) or super().check(request, capabilities)
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @cache
@@ -182,6 +189,21 @@ def quantize_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
+def quantize_heads(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """x [B, S, N, D] as e4m3, and the float32 scale [B, heads] that each group of N / heads heads shares."""
+    x = _unit_last(x)
+    batch, rows, count, dim = x.shape
+    largest = torch.zeros((batch, heads), dtype=torch.float32, device=x.device)
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty_like(largest)
+    grid = (-(-rows // HEAD_TILE), count, batch)
+    strides = x.stride(0), x.stride(1), x.stride(2)
+    sizes = {"GROUP": count // heads, "ROWS": HEAD_TILE, "BLOCK": _power_of_two(dim)}
+    kernels().largest_of_heads[grid](x, largest, rows, dim, heads, *strides, **sizes)
+    kernels().quantize_heads[grid](x, largest, values, scales, rows, count, dim, heads, *strides, **sizes)
+    return values, scales
+
+
 def _by_format(function: Callable[..., QuantizedRows]) -> dict[str, Callable[..., QuantizedRows]]:
     return {name: partial(function, form=FORMATS[name]) for name in ROW_FORMATS}
 
@@ -247,7 +269,7 @@ def _quantized_like(shape: tuple[int, ...], form: Format, device: torch.device) 
 
 def _row_block(width: int) -> tuple[int, int]:
     """The block that holds a whole row, and warps for it: 32 numbers a thread."""
-    block = _power_of_two(width)
+    block = max(_power_of_two(width), 8)
     return block, max(min(block // 1024, 16), 1)
 
 

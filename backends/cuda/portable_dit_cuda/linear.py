@@ -10,7 +10,6 @@ Letters: M rows, N out features, K in features.
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -34,19 +33,15 @@ from portable_dit_cuda.swizzle import padded_shape, swizzle
 DEQUANTIZE_TILE = 1024
 
 
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def quantize_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """x [M, K] of any float dtype -> values [M, K] and float32 scales [M, 1]."""
-    if not (x.is_cuda and has_triton() and x.shape[1] <= fusions.MAX_ROW):
+    if not (x.is_cuda and fusions.has_triton() and x.shape[1] <= fusions.MAX_ROW):
         return quantize_blocks(x.float(), form, (1, 0))
     if form.rotated:
-        # By the matrix units, rounded to the dtype of x, which is far finer than the steps that follow.
+        # By the matrix units, whose sums are float32: the entries of the rotation are exact in any dtype.
         size = rotated_together(x.shape[1])
-        x = (x.reshape(-1, size) @ _rotation(size, x.dtype, x.device)).view(x.shape)
+        turned = torch.mm(x.reshape(-1, size), _rotation(size, x.dtype, x.device), out_dtype=torch.float32)
+        x = turned.view(x.shape)
     return fusions.quantize_rows(x, form)
 
 
@@ -92,7 +87,7 @@ class Fp8Block128Linear(MatrixUnitLinear):
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scales [M, K / 128] that lie in memory as [K / 128, M]."""
-        if not (x.is_cuda and has_triton()):
+        if not (x.is_cuda and fusions.has_triton()):
             values, scales = quantize_blocks(x.float(), self.format, (1, 128))
             return values, torch.empty(scales.t().shape, device=x.device).copy_(scales.t()).t()
         x = x if x.stride(-1) == 1 else x.contiguous()
@@ -129,7 +124,7 @@ class Mxfp8Linear(ScaledBlocksOf32Linear):
         return {"values": weight.values, "scales": swizzle(weight.scales)}
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not (x.is_cuda and has_triton()):
+        if not (x.is_cuda and fusions.has_triton()):
             values, scales = quantize_blocks(x.float(), self.format, (1, 32))
             return values, swizzle(scales)
         return quantize_blocks_of_32(x, self.format)
@@ -141,7 +136,7 @@ class Int8Linear(InOneRead, Int8RowLinear):
     def scale(
         self, sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        if not (sums.is_cuda and has_triton()):
+        if not (sums.is_cuda and fusions.has_triton()):
             return super().scale(sums, rows, columns, bias, dtype)
         out = torch.empty(sums.shape, dtype=dtype, device=sums.device)
         height, width = sums.shape

@@ -77,9 +77,13 @@ def norm_modulate(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < C
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
-    y = x.to(tl.float32)
-    mean = tl.sum(y * y, axis=0) / C
+    # Read twice, the second time from the cache. How threads share out a row, and so the order of its sum,
+    # follows from the widest type that is read or written in that shape; in a shape of its own it is the same
+    # whatever is written.
+    eights = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    x = tl.load(x_ptr + row * x_stride + eights, mask=eights < C, other=0.0).to(tl.float32)
+    mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / C
+    y = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     y = y * (1.0 / tl.sqrt(mean + eps))
     if HAS_WEIGHT:
         y = y * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -93,6 +97,65 @@ def norm_modulate(
         _store_quantized(out_ptr, scales_ptr, row, columns, mask, y.to(tl.float32), largest, IS_INT8, C)
     else:
         tl.store(out_ptr + row * C + columns, y, mask=mask)
+
+
+@triton.jit
+def largest_of_heads(
+    x_ptr,
+    largest_ptr,
+    S,
+    D,
+    heads,
+    batch_stride,
+    row_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest magnitude of x [B, S, N, D] in each group of GROUP heads: [B, heads], zeros before."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d = tl.arange(0, BLOCK)[None, :]
+    place = x_ptr + batch * batch_stride + rows * row_stride + head * head_stride + d
+    x = tl.load(place, mask=(rows < S) & (d < D), other=0.0).to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+    tl.atomic_max(largest_ptr + batch * heads + head // GROUP, largest)
+
+
+@triton.jit
+def quantize_heads(
+    x_ptr,
+    largest_ptr,
+    values_ptr,
+    scales_ptr,
+    S,
+    N,
+    D,
+    heads,
+    batch_stride,
+    row_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """x [B, S, N, D] -> e4m3 values [B, S, N, D] and scales [B, heads], by `largest_of_heads`."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < S) & (d < D)
+    place = x_ptr + batch * batch_stride + rows * row_stride + head * head_stride + d
+    x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    group = batch * heads + head // GROUP
+    scale = _row_scale(tl.load(largest_ptr + group), 448.0)
+    values = tl.math.div_rn(x, tl.zeros_like(x) + scale)
+    tl.store(
+        values_ptr + ((batch * S + rows) * N + head) * D + d,
+        values.to(values_ptr.dtype.element_ty),
+        mask=mask,
+    )
+    tl.store(scales_ptr + group, scale)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ POINTERS = {
 }
 SCALARS = {"eps": "fp32", "largest": "fp32"}
 NORM = {"HAS_WEIGHT": True, "MODULATE": True, "QUANTIZE": True, "IS_INT8": False, "BLOCK": 8192}
+HEADS = {"GROUP": 4, "ROWS": 64, "BLOCK": 128}
 # kernel, compile-time numbers, warps, pointers of another type
 VARIANTS = (
     ("quantize_rows", {"IS_INT8": False, "BLOCK": 16384}, 16, {}),
@@ -46,6 +47,8 @@ VARIANTS = (
     ("norm_modulate", {**NORM, "IS_INT8": True}, 8, {"out_ptr": INT8}),
     ("norm_modulate", {**NORM, "QUANTIZE": False}, 8, {}),
     ("norm_modulate", {**NORM, "QUANTIZE": False, "MODULATE": False}, 8, {"index_ptr": HALF}),
+    ("largest_of_heads", HEADS, 4, {"largest_ptr": FLOAT}),
+    ("quantize_heads", HEADS, 4, {"largest_ptr": FLOAT}),
     ("swiglu", {"BLOCK": 1024}, 4, {}),
     ("swiglu_quantize", {"IS_INT8": False, "BLOCK": 16384}, 16, {}),
     ("swiglu_quantize", {"IS_INT8": True, "BLOCK": 16384}, 16, {"values_ptr": INT8}),

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from portable_dit_cuda import experts, fusions
+from portable_dit_cuda import experts, flash, fusions
 from portable_dit_cuda.linear import DequantizedLinear, quantize_blocks_of_32
 from portable_dit_cuda.swizzle import swizzle
 
@@ -71,6 +71,17 @@ def rows_in_8_bits() -> None:
     produced(FORMATS["int8_row"])
 
 
+def heads_in_8_bits() -> None:
+    """Queries, keys and values as 8-bit attention takes them, of strided slices too."""
+    packed = torch.randn(2, 130, 3, 4, 24, generator=torch.Generator().manual_seed(3)) * 7
+    for x, heads in ((packed[:, :, 0], 4), (packed[:, :, 1], 2)):
+        values, scales = fusions.quantize_heads(x, heads)
+        wanted, wanted_scales = flash._per_head(x, heads)
+        wrong = (values.float() != wanted.float()).float().mean()
+        if not torch.equal(scales, wanted_scales) or wrong > 0.03:
+            print(f"quantize_heads {heads}: scales or values differ")
+
+
 def produced(form) -> None:
     """What producers quantise equals their own result, quantised."""
     seam = SEAMS["norm_modulate"]
@@ -115,6 +126,14 @@ def weights() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for part in (seams, around_experts, rows_in_8_bits, blocks_of_32, blocks_of_128, weights):
+    for part in (
+        seams,
+        around_experts,
+        rows_in_8_bits,
+        heads_in_8_bits,
+        blocks_of_32,
+        blocks_of_128,
+        weights,
+    ):
         part()
     print("done")

@@ -9,9 +9,11 @@ from portable_dit_cuda.backend import CudaBackend
 
 from portable_dit import ops
 from portable_dit.capabilities import ExpertRequest, FusionRequest
+from portable_dit.formats import encode
 from portable_dit.models import read_spec
 from portable_dit.plan import make_plan
 from portable_dit.recipe import Recipe
+from portable_dit.scaled_products import MatrixUnitLinear
 
 SPEC = read_spec("hunyuan-image-3", "random")
 SHAPE = ExpertRequest("fp8_row", "bfloat16", 8194, 64, 4096, 6144)
@@ -76,6 +78,16 @@ def test_rows_are_quantised_as_the_dense_kernel_does_it():
     ours = experts.RowLinear().quantize_input(x)
     dense = CudaBackend().linear_kernel("fp8_row", "scaled_mm").quantize_input(x)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, dense, strict=True))
+
+
+def test_what_an_expert_holds_starts_at_a_multiple_of_16_bytes():
+    """cuBLAS refuses scales that do not, and experts lie one behind the other."""
+    for name, kernels in CudaBackend().linear_kernels().items():
+        weight = encode(torch.randn(256, 384, generator=torch.Generator().manual_seed(0)), name)
+        for kernel in kernels:
+            if isinstance(kernel, MatrixUnitLinear):
+                packed = kernel.pack(weight, torch.bfloat16)
+                assert {tensor.nbytes % 16 for tensor in packed.values()} == {0}, (name, kernel.id)
 
 
 def test_every_op_stands_for_a_seam_of_its_name():

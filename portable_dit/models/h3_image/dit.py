@@ -53,9 +53,13 @@ class ModulationTables:
 
 
 def float32_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """A linear that stays in float32, under autocast too: the family's checkpoints keep these layers so."""
+    """A linear that stays in float32, under autocast too: the family's checkpoints keep these layers so.
+
+    It runs where x is.
+    """
+    weight, bias = layer.weight.to(x.device, torch.float32), layer.bias
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
+        return F.linear(x.float(), weight, None if bias is None else bias.to(x.device, torch.float32))
 
 
 class SelfAttention(nn.Module):
@@ -264,7 +268,7 @@ class H3Transformer(nn.Module):
 
     def time_embedding(self, times: Tensor) -> Tensor:
         """What the modulation tables are made from: times [M] float32 in 0..1, 1 = clean -> [M, time_dim]
-        float32.
+        float32, where the times are.
         """
         if self.config.adaln_form != "curve":
             embedding: Tensor = self.time_embedder(times)
@@ -272,14 +276,17 @@ class H3Transformer(nn.Module):
         last = self.config.curve_grid - 1
         place = times.float().clamp(0, 1) * last
         below = place.floor().clamp(max=last - 1).long()  # [M]
-        return torch.lerp(self.adaln_t_table[below], self.adaln_t_table[below + 1], (place - below)[:, None])
+        table = self.adaln_t_table.to(times.device)
+        return torch.lerp(table[below], table[below + 1], (place - below)[:, None])
 
-    def modulation_tables(self, times: Sequence[float]) -> ModulationTables:
-        """The fixed tables of a schedule, where the patch projection is.
+    def modulation_tables(
+        self, times: Sequence[float], device: torch.device | str | None = None
+    ) -> ModulationTables:
+        """The fixed tables of a schedule, made on the device; None = where the patch projection is.
 
         Each time is computed on its own, so that its rows do not depend on which other times are in the list.
         """
-        device = self.video_patch_proj.weight.device
+        device = self.video_patch_proj.weight.device if device is None else device
         embeddings = [
             self.time_embedding(torch.tensor([time], dtype=torch.float32, device=device)) for time in times
         ]

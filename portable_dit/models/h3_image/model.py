@@ -158,12 +158,12 @@ class H3Image:
         return {"dit": "blocks", "text_encoder": "layers"}[component]
 
     @torch.no_grad()
-    def finish_loading(self, schedule: Schedule) -> None:
+    def finish_loading(self, schedule: Schedule, device: str | None = None) -> None:
         """Turns modulation, which depends on the times alone, into small tables and drops 40 % of the
-        weights.
+        weights; see `models.spec.Model`.
         """
         self._times = all_times(self.config.scheduler, schedule)
-        self._tables = self.dit.modulation_tables(self._times)
+        self._tables = self.dit.modulation_tables(self._times, device)
         self.dit.drop_adaln()
 
     def schedule(self, steps: int) -> Schedule:

@@ -154,8 +154,12 @@ class HunyuanImage:
         """Where the equal blocks of the transformer are in it; the other components have none."""
         return {"dit": "layers"}[component]
 
-    def finish_loading(self, schedule: Schedule) -> None:
-        """Nothing: what depends on the schedule is small and made for each request."""
+    def finish_loading(self, schedule: Schedule, device: str | None = None) -> None:
+        """Lays the convolutions' weights out as rows of channels, as the picture's rows lie in memory; what
+        depends on the schedule is small and made for each request.
+        """
+        for part in (self.dit.patch_embed, self.dit.final_layer):
+            part.to(memory_format=torch.channels_last)
 
     def schedule(self, steps: int) -> Schedule:
         """Noise levels of so many steps, shifted once, as the publishers do it."""
