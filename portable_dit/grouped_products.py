@@ -61,6 +61,12 @@ class GroupedRowExperts(ExpertKernel):
             # As bytes: not every build of torch picks rows of 8-bit floats.
             values = values.view(torch.uint8)[dispatch.rows].view(values.dtype)
             scales = scales[dispatch.rows]
+        return self.multiply(values, scales, packed, dispatch.ends, dtype)
+
+    def multiply(
+        self, values: Tensor, scales: Tensor, packed: Packed, ends: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Rows that are dealt out, values [R, K] and scales [R, 1], times their experts' weights: [R, N]."""
         by_row = F.ScalingType.RowWise
         out: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]  # torch's own stubs lack it
             values,
@@ -69,7 +75,7 @@ class GroupedRowExperts(ExpertKernel):
             scale_recipe_a=by_row,
             scale_b=packed["scales"],
             scale_recipe_b=by_row,
-            offs=dispatch.ends,
+            offs=ends,
             output_dtype=dtype,
             use_fast_accum=self._rows.fast_accumulation,
         )

@@ -96,17 +96,15 @@ def choose_kernels(
             for name, request in spec.attention_requests(workload, dtype)
             if name == component
         ]
-        if not requests:
-            continue  # a token table attends to nothing
-        found.chosen[component]["attention"] = _attention(
-            found, component, kernels.attention, requests, capabilities, wish=wish
-        )
-    if kernels is not None:
-        fusions = spec.fusion_requests(numbers["dit"].dtype)
+        if requests:  # a token table attends to nothing
+            found.chosen[component]["attention"] = _attention(
+                found, component, kernels.attention, requests, capabilities, wish=wish
+            )
+        fusions = spec.fusion_requests(component, dtype)
         for op in dict.fromkeys(request.op for request in fusions):
             alike = [request for request in fusions if request.op == op]
-            picked = found.pick("dit", op, kernels.fused.get(op, ()), alike, capabilities)
-            found.chosen["dit"][op] = picked or PLAIN
+            picked = found.pick(component, op, kernels.fused.get(op, ()), alike, capabilities)
+            found.chosen[component][op] = picked or PLAIN
     for component, held in numbers.items():
         if held.format is not None:
             _linear(

@@ -335,11 +335,11 @@ def _fill(
     from portable_dit.weights import fill_random, load_component, marker_texts
 
     module, family = model.component(name), setup.family
-    device = _resting_place(model, name, setup)
+    device, compute = _resting_place(model, name, setup), setup.device.torch_device
     shares = {} if parts is None else parts.shares(name, module)
     elsewhere = () if parts is None else parts.elsewhere(name, module)
     if checkpoint is None:
-        fill_random(module, device=device, shares=shares, on_tensor=on_bytes)
+        fill_random(module, device=device, draw_on=compute, shares=shares, on_tensor=on_bytes)
         return 0
     places = family.places(name, setup.spec)
     place, stored = checkpoint.folder / places[0], checkpoint.tensors(*places)
@@ -353,6 +353,7 @@ def _fill(
             sources=tensor_map.sources,
             unused=unused,
             device=device,
+            encode_on=compute,
             title=str(place),
             shares=shares,
             cache=cache,

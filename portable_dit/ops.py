@@ -5,7 +5,7 @@ of the conformance suite. `bind` sets `run` to the backend's function of the sam
 knows.
 
 Letters: B batch, S tokens, C channels, N heads, D head_dim, R rows of a modulation table; for experts M rows,
-E experts, k of them for each row.
+E experts, k of them for each row; for clips T frames, h w cells.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from portable_dit.masks import NO_MASK, Mask, to_keep
+
+CHUNK_BYTES = 512 << 20  # of float32 values that a norm of frames holds at once
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,34 @@ def norm_modulate(x: Tensor, weight: Tensor, eps: float, modulation: Modulation,
 def gated_residual(x: Tensor, branch: Tensor, modulation: Modulation, chunk: int) -> Tensor:
     """x + gate * branch, with gate at `chunk`: [B, S, C] each."""
     return x + modulation.rows(chunk) * branch
+
+
+def norm_cast(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """rms_norm of a stream that is wider than what comes next: [..., C] float32 -> [..., C] in dtype."""
+    return rms_norm(x, weight, eps).to(dtype)
+
+
+def scaled_residual(x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
+    """x + scale * branch in the dtype of x, which may be wider than the branch's: [..., C], scale [C]."""
+    return x + scale * branch
+
+
+def frame_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, activate: bool) -> Tensor:
+    """Group norm over all frames of a clip, float32 inside, with SiLU behind it if asked for: [B, T, C, h, w].
+
+    Some groups at a time, since float32 doubles the largest tensors there are.
+    """
+    size = x.shape[2] // groups
+    step = max(CHUNK_BYTES // (4 * x.numel() // groups), 1) * size
+    out = torch.empty_like(x)
+    for start in range(0, x.shape[2], step):
+        part = slice(start, start + step)
+        values = x[:, :, part].float().view(*x.shape[:2], -1, size, *x.shape[3:])  # [B, T, groups, .., h, w]
+        variance, mean = torch.var_mean(values, dim=(1, 3, 4, 5), keepdim=True, correction=0)
+        values = ((values - mean) * torch.rsqrt(variance + eps)).flatten(2, 3)
+        values = values * weight[part, None, None].float() + bias[part, None, None].float()
+        out[:, :, part] = F.silu(values) if activate else values
+    return out
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -264,6 +294,52 @@ class RMSNorm(Seam):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.run(x, self.weight, self.eps)
+        return out
+
+
+class CastingNorm(Seam):
+    """RMS norm of a float32 stream for layers of another dtype; owns the norm's weight [C]."""
+
+    op = "norm_cast"
+
+    def __init__(self, channels: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__(norm_cast)
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.eps = eps
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.run(x, self.weight, self.eps, self.dtype)
+        return out
+
+
+class ScaledResidual(Seam):
+    """x + scale * branch, with one scale for each channel."""
+
+    op = "scaled_residual"
+
+    def __init__(self) -> None:
+        super().__init__(scaled_residual)
+
+    def forward(self, x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
+        out: Tensor = self.run(x, branch, scale)
+        return out
+
+
+class FrameNorm(Seam):
+    """Group norm over all frames of a clip, with SiLU unless told not to; owns weight and bias [C]."""
+
+    op = "frame_norm"
+
+    def __init__(self, channels: int, groups: int, eps: float) -> None:
+        super().__init__(frame_norm)
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.groups = groups
+        self.eps = eps
+
+    def forward(self, x: Tensor, *, activate: bool = True) -> Tensor:
+        out: Tensor = self.run(x, self.weight, self.bias, self.groups, self.eps, activate)
         return out
 
 

@@ -8,7 +8,6 @@ Letters: N out features, K in features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from portable_dit.ops import ExpertLinear
 from portable_dit.quantize import QuantizedExpertLinear, QuantizedLinear, expert_names, quantized_weights
 
 if TYPE_CHECKING:
+    from portable_dit.shares import Share
     from portable_dit.weights import Made
 
 
@@ -83,9 +83,10 @@ class QuantizedSlot:
     def dtype(self) -> torch.dtype:
         return self.layer.dtype
 
-    def accept_weight(self, weight: Tensor, *, agree: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Encodes a weight on the device where it is; agree: see `formats.encode`."""
-        self.put(encode(weight, self.layer.kernel.format.name, agree=agree))
+    def encoded(self, weight: Tensor, share: Share | None = None) -> Encoded:
+        """A weight in the layer's format, on the device where it is; share: which part of the whole it is."""
+        agree = None if share is None else share.agree
+        return encode(weight, self.layer.kernel.format.name, agree=agree)
 
     def put(self, encoded: Encoded) -> None:
         """Takes a weight that is encoded already."""
@@ -94,14 +95,14 @@ class QuantizedSlot:
         else:
             self.layer.accept_encoded(self.expert, encoded)
 
-    def accept(self, source: Made, place: str) -> Encoded:
-        """Takes the weight to the place, encoded there unless it is stored so; gives what was taken."""
-        form = self.layer.kernel.format
-        encoded = source.encoded(form)
+    def accept(self, source: Made, place: str, encode_on: str) -> Encoded:
+        """Takes the weight to the place, encoded on the way unless it is stored so; gives what was taken."""
+        encoded = source.encoded(self.layer.kernel.format)
         if encoded is None:
-            weight = source.read(self.shape, place).to(device=place, copy=True)
-            encoded = encode(weight, form.name, agree=None if source.share is None else source.share.agree)
+            weight = source.read(self.shape, encode_on).to(device=encode_on, copy=True)
+            encoded = self.encoded(weight, source.share)
             del weight
+            encoded = encoded if encode_on == place else placed(encoded, place)
         else:
             encoded = placed(encoded, place)
         self.put(encoded)

@@ -94,6 +94,7 @@ def load_component(
     *,
     sources: Mapping[str, TensorSource],
     device: Callable[[str], str],
+    encode_on: str | None = None,
     unused: Collection[str] = (),
     title: str = "weights",
     shares: Mapping[str, Share] | None = None,
@@ -102,8 +103,9 @@ def load_component(
 ) -> int:
     """Fills parameters, persistent buffers and quantised layers of a meta module; gives the bytes read.
 
-    sources: for each name of the module, what it is made of. device: where each name goes. unused: stored
-    names without a use. shares: the parameters of which this rank holds a part, which alone is read. cache:
+    sources: for each name of the module, what it is made of. device: where each name goes. encode_on: the
+    device that encodes, None = where the weight goes, which a host does slowly. unused: stored names without
+    a use. shares: the parameters of which this rank holds a part, which alone is read. cache:
     where encoded weights are taken from, or put. on_bytes: told the bytes that were placed and how many there
     are. The module's parameters say the target dtype and shape. An 8-bit weight with a `_scale` beside it is
     expanded to float32 first, the master from which every precision is made.
@@ -134,7 +136,7 @@ def load_component(
             target.fill(tensor.to(device=place, dtype=target.dtype, copy=True))
             del tensor
         else:
-            encoded = target.accept(source, place)
+            encoded = target.accept(source, place, encode_on or place)
             if cache is not None:
                 cache.write(source.name, encoded)
             del encoded
@@ -157,6 +159,7 @@ def fill_random(
     module: nn.Module,
     *,
     device: Callable[[str], str],
+    draw_on: str = HOST,
     shares: Mapping[str, Share] | None = None,
     seed: int = 0,
     on_tensor: Callable[[int, int], None] = lambda done, total: None,
@@ -164,12 +167,13 @@ def fill_random(
     """Right shapes without meaning, for trying a layout before the weights are there.
 
     Matrices are normal with variance 1 / K, so activations keep their scale; vectors are ones or zeros. Each
-    is drawn whole, from its name, on its device, so that all layouts of a machine draw the same picture.
-    on_tensor: told how many are done, and of how many.
+    is drawn whole, from its name, so that all layouts and offloads of a machine draw the same picture.
+    device: where each name goes. draw_on: the device that draws and encodes, whatever the place: a host takes
+    minutes for what is offloaded. on_tensor: told how many are done, and of how many.
     """
     import torch
 
-    from portable_dit.slots import ExpertSlot, Slot, targets_of
+    from portable_dit.slots import ExpertSlot, Slot, placed, targets_of
 
     _place_constants(module, device)
     targets = targets_of(module)
@@ -180,17 +184,17 @@ def fill_random(
         if share is not None:
             shape[share.dim] = share.whole
         if len(shape) > 1 and dtype.is_floating_point:
-            generator = torch.Generator(place).manual_seed(seed + crc32(name.encode()))
-            tensor = torch.empty(shape, dtype=torch.float32, device=place)
+            generator = torch.Generator(draw_on).manual_seed(seed + crc32(name.encode()))
+            tensor = torch.empty(shape, dtype=torch.float32, device=draw_on)
             tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
         else:
-            tensor = torch.full(shape, float(not name.endswith("bias")), device=place)
+            tensor = torch.full(shape, float(not name.endswith("bias")), device=draw_on)
         if share is not None:
             tensor = share.cut(tensor)
         if isinstance(target, Slot | ExpertSlot):
-            target.fill(tensor.to(dtype, copy=share is not None))
+            target.fill(tensor.to(dtype, copy=share is not None).to(place))
         else:
-            target.accept_weight(tensor, agree=None if share is None else share.agree)
+            target.put(placed(target.encoded(tensor, share), place))
 
 
 @dataclass(frozen=True, eq=False)

@@ -176,12 +176,12 @@ def _rounded(x: Tensor, groups: int, to: str) -> Tensor:
     """x [B, S, N, D] as 8-bit numbers would keep it, with a scale for each batch entry and group of heads."""
     dtype: torch.dtype = getattr(torch, to)
     whole = not dtype.is_floating_point
-    parts = x.float().unflatten(2, (groups, -1))  # [B, S, groups, N / groups, D]
+    parts = x.float().reshape(*x.shape[:2], groups, -1, x.shape[3])  # [B, S, groups, N / groups, D]
     largest = torch.iinfo(dtype).max if whole else torch.finfo(dtype).max
     amax = parts.abs().amax(dim=(1, 3, 4), keepdim=True)
     scale = (amax / largest).clamp_min(torch.finfo(torch.float32).tiny)
     steps = (parts / scale).round() if whole else parts / scale
-    return (steps.to(dtype).float() * scale).flatten(2, 3).to(x.dtype)
+    return (steps.to(dtype).float() * scale).view(x.shape).to(x.dtype)
 
 
 def inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

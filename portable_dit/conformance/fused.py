@@ -225,6 +225,38 @@ def _turned_oracle(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> Ten
     return _norm_oracle(torch.cat([turned.real, turned.imag], dim=-1), weight, eps)
 
 
+@dataclass(frozen=True)
+class _Wide:
+    """A tensor that stays in float32 beside others of the seam's dtype."""
+
+    tensor: Tensor
+
+
+def _norm_cast_oracle(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return _norm_oracle(x, weight, eps)
+
+
+def _scaled_oracle(x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
+    return x + branch * scale.expand_as(x)
+
+
+def _clip(case: FusedCase) -> Arguments:
+    x = (
+        _draw(case, case.batch, 2, case.channels, case.rows, 5) + 3.0
+    )  # a mean that a sum of squares would lose
+    return x, _draw(case, case.channels, seed=4), _draw(case, case.channels, seed=8), 4, EPS, case.chunk == 0
+
+
+def _clip_oracle(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, activate: bool) -> Tensor:
+    out = torch.empty_like(x)
+    for channels in torch.arange(x.shape[2]).chunk(groups):
+        for b in range(x.shape[0]):
+            part = x[b][:, channels]
+            scaled = (part - part.mean()) / (part.square().mean() - part.mean() ** 2 + eps).sqrt()
+            out[b][:, channels] = scaled * weight[channels, None, None] + bias[channels, None, None]
+    return out / (1 + (-out).exp()) if activate else out
+
+
 def _rows(case: FusedCase, width: int = 1, seed: int = 3) -> Tensor:
     return _draw(case, case.batch, case.rows, width * case.channels, seed=seed)
 
@@ -239,6 +271,17 @@ SEAMS: Mapping[str, Seam] = {
     "gated_residual": Seam(
         lambda c: (_rows(c), _rows(c, seed=8), _modulation(c), c.chunk + 2), ops.gated_residual, _gated_oracle
     ),
+    "norm_cast": Seam(
+        lambda c: (_Wide(_rows(c)), _Wide(_draw(c, c.channels, seed=4)), EPS, torch.float32),
+        ops.norm_cast,
+        _norm_cast_oracle,
+    ),
+    "scaled_residual": Seam(
+        lambda c: (_Wide(_rows(c)), _rows(c, seed=8), _Wide(_draw(c, c.channels, seed=4))),
+        ops.scaled_residual,
+        _scaled_oracle,
+    ),
+    "frame_norm": Seam(_clip, ops.frame_norm, _clip_oracle),
     "head_norm_rotary": Seam(_heads, ops.head_norm_rotary, _rotary_oracle),
     "rotary_head_norm": Seam(_turned_heads, ops.rotary_head_norm, _turned_oracle),
     "swiglu": Seam(lambda c: (_rows(c, 2),), ops.swiglu, _swiglu_oracle),
@@ -250,6 +293,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     match value:
         case Tensor():
             return value.to(dtype)
+        case _Wide():
+            return value.tensor
+        case torch.dtype():
+            return dtype
         case Modulation():
             return replace(value, table=value.table.to(dtype))
         case Rotary():

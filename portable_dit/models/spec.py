@@ -205,8 +205,8 @@ class ModelSpec(ABC):
         """The distinct attention calls, by component name."""
 
     @abstractmethod
-    def fusion_requests(self, dtype: str) -> Sequence[FusionRequest]:
-        """The fused seams that the DiT has."""
+    def fusion_requests(self, component: str, dtype: str) -> Sequence[FusionRequest]:
+        """The fused seams that a component has, which computes in dtype."""
 
     @abstractmethod
     def bytes_on_device(self, component: str, workload: Workload, numbers: Numbers) -> Bytes:
@@ -303,8 +303,8 @@ class Model(Protocol):
     def finish_loading(self, schedule: Schedule, device: str | None = None) -> None:
         """Work that needs the weights once: fixed modulation tables, whose weights are then dropped.
 
-        device: where to compute, None = where the weights are. Weights that wait on the host must not change a
-        picture's numbers.
+        device: where to compute, None = where the weights are. That weights wait on the host must not change
+        a picture's numbers.
         """
         ...
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from portable_dit.models.hunyuan_image_3.checkpoint import fold_taps
 from portable_dit.models.hunyuan_image_3.names import taps_of, vae_decoder_tensors
-from portable_dit.models.hunyuan_image_3.vae import Decoder, FrameConv, FrameNorm, spread, to_pixels
+from portable_dit.models.hunyuan_image_3.vae import Decoder, FrameConv, spread, to_pixels
+from portable_dit.ops import FrameNorm
 
 
 def latents() -> Tensor:
@@ -77,13 +78,13 @@ def test_the_decoder_is_the_video_decoder_on_one_latent_frame(stored):
 def test_a_norm_in_chunks_is_the_norm_at_once(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     clip = torch.randn(1, 4, 32, 6, 5, generator=generator)
-    norm = FrameNorm(32, 8)
+    norm = FrameNorm(32, 8, 1e-6)
     norm.weight.data.normal_(generator=generator)
     norm.bias.data.normal_(generator=generator)
     flat = clip.transpose(1, 2)  # [B, C, T, h, w]
     wanted = F.group_norm(flat, 8, norm.weight, norm.bias, 1e-6).transpose(1, 2)
     for most in (512 << 20, 4 * clip.numel() // 2, 1):
-        monkeypatch.setattr("portable_dit.models.hunyuan_image_3.vae.CHUNK_BYTES", most)
+        monkeypatch.setattr("portable_dit.ops.CHUNK_BYTES", most)
         assert torch.allclose(norm(clip, activate=False), wanted, rtol=0, atol=2e-6)
         assert torch.allclose(norm(clip), F.silu(wanted), rtol=0, atol=2e-6)
 

@@ -8,14 +8,15 @@ Letters: B batch, S tokens, M rows, R rows ordered by expert, E experts, C chann
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from portable_dit.backend import ExpertKernel, FusedOp
+from portable_dit.backend import ExpertKernel, FusedOp, Packed
 from portable_dit.capabilities import Capabilities, ExpertRequest, FusionRequest, Reject, Request
 from portable_dit.grouped_products import GroupedRowExperts, grouped_linear
 from portable_dit.ops import Rotary
 from portable_dit.scaled_products import ScaledRowLinear
-from portable_dit_cuda.chips import capability_of
+from portable_dit_cuda.chips import capability_of, refuse_library
 from portable_dit_cuda.fusions import DTYPES, MAX_HEAD_DIM, TILE, TritonOp, kernels
 from portable_dit_cuda.linear import quantize_rows
 
@@ -40,6 +41,66 @@ class Fp8RowExperts(GroupedRowExperts):
             known = " and ".join(f"{major}.{minor}" for major, minor in GROUPED_FP8)
             return Reject("arch", f"torch builds it for {known}, this is {capability[0]}.{capability[1]}")
         return super().check(request, capabilities)
+
+
+class TiledRowExperts(Fp8RowExperts):
+    """The same product in Triton: 1.2 times as fast at HunyuanImage-3's sizes, and the same bits.
+
+    One program a multiprocessor takes tiles of rows in turn. Which expert a tile belongs to is worked out on
+    the device, so that nothing waits for the host.
+    """
+
+    def check(self, request: Request, capabilities: Capabilities) -> Reject | None:
+        return refuse_library("triton", capabilities) or super().check(request, capabilities)
+
+    def multiply(
+        self, values: Tensor, scales: Tensor, packed: Packed, ends: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        weights = packed["values"]  # [E, N, K]
+        _, columns, depth = weights.shape
+        out = torch.empty((values.shape[0], columns), dtype=dtype, device=values.device)
+        if not values.shape[0]:
+            return out
+        expert, first, count = tiles_of_rows(ends, values.shape[0])
+        programs = torch.cuda.get_device_properties(values.device).multi_processor_count
+        kernels().grouped_product[(programs,)](
+            TensorDescriptor.from_tensor(values, [TILE_ROWS, TILE_DEPTH]),
+            TensorDescriptor.from_tensor(weights.flatten(0, 1), [TILE_COLUMNS, TILE_DEPTH]),
+            scales,
+            packed["scales"],
+            ends,
+            expert,
+            first,
+            count,
+            out,
+            columns,
+            depth,
+            ROWS=TILE_ROWS,
+            COLUMNS=TILE_COLUMNS,
+            DEPTH=TILE_DEPTH,
+            BAND=BAND,
+            PROGRAMS=programs,
+            num_warps=8,
+            num_stages=3,
+        )
+        return out
+
+
+def tiles_of_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Expert and first row of each tile of TILE_ROWS rows, int32, and how many tiles count, int32 [1].
+
+    ends: int32 [E], where each expert's of so many rows end. Tiles start anew with each expert. There are as
+    many as there can be at most; those beyond the count mean nothing.
+    """
+    starts = F.pad(ends[:-1], (1, 0))
+    needed = (ends - starts + TILE_ROWS - 1) // TILE_ROWS
+    through = needed.cumsum(0, dtype=torch.int32)  # [E]
+    tile = torch.arange(rows // TILE_ROWS + ends.numel(), device=ends.device, dtype=torch.int32)
+    expert = torch.searchsorted(through, tile, right=True, out_int32=True).clamp_(max=ends.numel() - 1)
+    first = starts[expert] + (tile - (through - needed)[expert]) * TILE_ROWS
+    return expert, first, through[-1:]
 
 
 class GroupedOp(FusedOp):
@@ -106,6 +167,9 @@ def route(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return index, shares / shares.sum(dim=-1, keepdim=True).clamp_min(1e-8)
 
 
+# Tiles of the grouped product, of which the matrix units' float32 sums fill the registers of two warp groups.
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 128
+BAND = 8  # tiles of rows that are taken across all columns before the next
 HALVES = frozenset({"bfloat16"})
 EXPERT_OPS = (
     TritonOp("rotary_head_norm", "triton", rotary_head_norm, DTYPES, channels=MAX_HEAD_DIM),
@@ -117,4 +181,5 @@ EXPERT_OPS = (
 
 def expert_kernels() -> dict[str, tuple[ExpertKernel, ...]]:
     """By format, best first; those that go expert by expert follow by themselves."""
-    return {"fp8_row": (Fp8RowExperts(RowLinear(fast_accumulation=True)),)}
+    rows = RowLinear(fast_accumulation=True)
+    return {"fp8_row": (TiledRowExperts(rows, "tiled_mm"), Fp8RowExperts(rows))}

@@ -27,6 +27,7 @@ from portable_dit_cuda.chips import capability_of, refuse_library
 MAX_ROW = 32768  # channels that one program holds in registers
 MAX_HEAD_DIM = 512
 TILE = 1024  # channels of one program where a row needs no sum
+PIECE = 1 << 14  # numbers of which one program takes the mean
 HEAD_TILE = 64  # rows of one head that a program quantises
 DTYPES = frozenset({"bfloat16", "float16"})
 ROW_FORMATS = ("fp8_row", "int8_row")  # those with one scale for a row of the input
@@ -67,6 +68,69 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     _norm(rows, weight, eps, None, 0, out=out)
     return out.view(x.shape)
+
+
+def norm_cast(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """ops.norm_cast: one read of x and one write of what is half as wide."""
+    rows = _rows(x)
+    out = torch.empty(rows.shape, dtype=dtype, device=x.device)
+    _norm(rows, weight, eps, None, 0, out=out)
+    return out.view(x.shape)
+
+
+def scaled_residual(x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
+    """ops.scaled_residual: two reads and one write."""
+    rows, others = _rows(x), _rows(branch)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    grid = (rows.shape[0], -(-rows.shape[1] // TILE))
+    sizes = rows.shape[1], rows.stride(0), others.stride(0)
+    kernels().scaled_residual[grid](rows, others, scale, out, *sizes, BLOCK=TILE)
+    return out.view(x.shape)
+
+
+def frame_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, activate: bool) -> Tensor:
+    """ops.frame_norm: two reads and one write of x [B, T, C, h, w]."""
+    x = x.contiguous()
+    batch, frames, channels, plane = *x.shape[:3], x.shape[3] * x.shape[4]
+    run = channels // groups * plane  # numbers of a group that lie together
+    pieces = -(-run // PIECE)
+    found = torch.empty((2, batch * groups, frames * pieces), dtype=torch.float32, device=x.device)
+    kernels().moments[(batch * groups, frames, pieces)](
+        x, found[0], found[1], frames, groups, run, PIECE=PIECE, BLOCK=TILE
+    )
+    mean, factor = _joined(found[0], found[1], run, pieces, frames, eps)
+    out = torch.empty_like(x)
+    kernels().normed[(batch * frames * channels, -(-plane // TILE))](
+        x,
+        mean,
+        factor,
+        weight,
+        bias,
+        out,
+        frames * channels,
+        channels,
+        channels // groups,
+        groups,
+        plane,
+        ACTIVATE=activate,
+        BLOCK=TILE,
+    )
+    return out
+
+
+def _joined(
+    means: Tensor, squares: Tensor, run: int, pieces: int, frames: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / sqrt(variance + eps) of each group, [groups], from its pieces, [groups, frames * pieces].
+
+    squares: sums of squared differences from the piece's own mean.
+    """
+    counts = torch.full((pieces,), float(PIECE), device=means.device)
+    counts[-1] = run - (pieces - 1) * PIECE
+    counts = counts.repeat(frames)
+    mean = (means * counts).sum(dim=1, keepdim=True) / (run * frames)
+    variance = (squares + counts * (means - mean) ** 2).sum(dim=1) / (run * frames)
+    return mean[:, 0], torch.rsqrt(variance + eps)
 
 
 def norm_modulate(x: Tensor, weight: Tensor, eps: float, modulation: Modulation, chunk: int) -> Tensor:
@@ -212,6 +276,9 @@ FUSED_OPS = (
     TritonOp("rms_norm", "triton", rms_norm, DTYPES),
     TritonOp("norm_modulate", "triton", norm_modulate, DTYPES, quantized=_by_format(norm_modulate_quantized)),
     TritonOp("gated_residual", "triton", gated_residual, DTYPES, channels=1 << 20),
+    TritonOp("norm_cast", "triton", norm_cast, DTYPES),
+    TritonOp("frame_norm", "triton", frame_norm, DTYPES, channels=1 << 20),
+    TritonOp("scaled_residual", "triton", scaled_residual, DTYPES, channels=1 << 20),
     TritonOp("head_norm_rotary", "triton", head_norm_rotary, DTYPES, channels=MAX_HEAD_DIM),
     TritonOp("swiglu", "triton", swiglu, DTYPES, quantized=_by_format(swiglu_quantized)),
 )

@@ -92,11 +92,11 @@ def norm_modulate(
         shift = tl.load(entry + columns, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(entry + chunk_stride + columns, mask=mask, other=0.0).to(tl.float32)
         y = y * (1.0 + scale) + shift
-    y = y.to(x_ptr.dtype.element_ty)
     if QUANTIZE:
-        _store_quantized(out_ptr, scales_ptr, row, columns, mask, y.to(tl.float32), largest, IS_INT8, C)
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        _store_quantized(out_ptr, scales_ptr, row, columns, mask, y, largest, IS_INT8, C)
     else:
-        tl.store(out_ptr + row * C + columns, y, mask=mask)
+        tl.store(out_ptr + row * C + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -206,6 +206,76 @@ def gated_residual(
     gate = tl.load(table_ptr + tl.load(index_ptr + row) * entry_stride + columns, mask=mask, other=0.0)
     y = x + gate.to(tl.float32) * branch
     tl.store(out_ptr + row * C + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scaled_residual(x_ptr, branch_ptr, scale_ptr, out_ptr, C, x_stride, branch_stride, BLOCK: tl.constexpr):
+    """x + scale * branch, [M, C] each, with one scale for each channel."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < C
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    branch = tl.load(branch_ptr + row * branch_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * C + columns, (x + scale * branch).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def moments(x_ptr, means_ptr, squares_ptr, T, groups, run, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean of each piece of x [B, T, groups, run], and the sum of squared differences from it.
+
+    Results: [B * groups, T * pieces]. Sums are of differences from the piece's first number, so that a large
+    mean does not swallow them.
+    """
+    group, t, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    base = x_ptr + ((group // groups * T + t) * groups + group % groups) * run + piece * PIECE
+    count = tl.minimum(run - piece * PIECE, PIECE)
+    first = tl.load(base).to(tl.float32)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, PIECE, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        mask = place < count
+        x = tl.where(mask, tl.load(base + place, mask=mask, other=0.0).to(tl.float32) - first, 0.0)
+        sums += x
+        squares += x * x
+    total = tl.sum(sums, axis=0)
+    out = group * T * tl.num_programs(2) + t * tl.num_programs(2) + piece
+    tl.store(means_ptr + out, first + total / count)
+    tl.store(squares_ptr + out, tl.sum(squares, axis=0) - total * total / count)
+
+
+@triton.jit
+def normed(
+    x_ptr,
+    mean_ptr,
+    factor_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    planes,
+    C,
+    size,
+    groups,
+    plane,
+    ACTIVATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(x - mean) * factor * weight + bias of x [B, T, C, plane], and SiLU; planes: of one batch entry, T * C.
+
+    mean, factor: one for each batch entry and group of `size` channels.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    channel = index % C
+    group = index // planes * groups + channel // size
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < plane
+    x = tl.load(x_ptr + index * plane + place, mask=mask, other=0.0).to(tl.float32)
+    y = (x - tl.load(mean_ptr + group)) * tl.load(factor_ptr + group)
+    y = y * tl.load(weight_ptr + channel).to(tl.float32) + tl.load(bias_ptr + channel).to(tl.float32)
+    if ACTIVATE:
+        y = y / (1.0 + tl.exp(-y))
+    tl.store(out_ptr + index * plane + place, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -382,6 +452,60 @@ def rotary_head_norm(
     y = y * cos + tl.where(d < pairs, -1.0, 1.0) * other * sin
     y = y * factor * tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + (token * N + heads) * D + d, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def grouped_product(
+    rows,
+    weights,
+    row_scales_ptr,
+    column_scales_ptr,
+    ends_ptr,
+    expert_ptr,
+    first_ptr,
+    count_ptr,
+    out_ptr,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Rows [R, K] ordered by expert times the weight [N, K] of each one's expert, scaled: [R, N].
+
+    rows, weights: descriptors of tiles of [R, K] and of [E * N, K]. ends_ptr: where each expert's rows end.
+    expert_ptr, first_ptr: of each tile of rows, its expert and its first row; count_ptr: how many there are.
+    A tile may reach into the next expert's rows; those are not stored. Programs take tiles in turn, BAND of
+    them down at a time across all columns, so that a weight is read from memory once.
+    """
+    across = tl.cdiv(N, COLUMNS)
+    count = tl.load(count_ptr)
+    for tile in tl.range(tl.program_id(0), count * across, PROGRAMS, flatten=True):
+        band = tile // (BAND * across)
+        within = tile % (BAND * across)
+        high = tl.minimum(count - band * BAND, BAND)
+        place = band * BAND + within % high
+        column = within // high * COLUMNS
+        expert = tl.load(expert_ptr + place)
+        first = tl.load(first_ptr + place)
+        end = tl.load(ends_ptr + expert)
+        sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for k in range(0, K, DEPTH):
+            left = rows.load([first, k])
+            right = weights.load([expert * N + column, k])
+            sums = tl.dot(left, right.T, sums)
+        r = first + tl.arange(0, ROWS)
+        c = column + tl.arange(0, COLUMNS)
+        by_row = tl.load(row_scales_ptr + r, mask=r < end, other=0.0)
+        by_column = tl.load(column_scales_ptr + expert * N + c, mask=c < N, other=0.0)
+        y = sums * by_row[:, None] * by_column[None, :]
+        tl.store(
+            out_ptr + r[:, None].to(tl.int64) * N + c[None, :],
+            y.to(out_ptr.dtype.element_ty),
+            mask=(r < end)[:, None] & (c < N)[None, :],
+        )
 
 
 @triton.jit

@@ -28,6 +28,10 @@ POINTERS = {
     "bias_ptr": HALF,
     "index_ptr": INT64,
     "places_ptr": INT64,
+    "ends_ptr": INT32,
+    "expert_ptr": INT32,
+    "first_ptr": INT32,
+    "count_ptr": INT32,
     "shares_ptr": FLOAT,
     "sums_ptr": INT32,
     "row_scales_ptr": FLOAT,
@@ -38,6 +42,13 @@ POINTERS = {
 }
 SCALARS = {"eps": "fp32", "largest": "fp32"}
 NORM = {"HAS_WEIGHT": True, "MODULATE": True, "QUANTIZE": True, "IS_INT8": False, "BLOCK": 8192}
+
+
+def _descriptor(rows: int) -> str:
+    return f"tensordesc<fp8e4nv[{rows}, 128]>"
+
+
+TILES = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 128, "BAND": 8, "PROGRAMS": 132}
 HEADS = {"GROUP": 4, "ROWS": 64, "BLOCK": 128}
 # kernel, compile-time numbers, warps, pointers of another type
 VARIANTS = (
@@ -49,6 +60,15 @@ VARIANTS = (
     ("norm_modulate", {**NORM, "QUANTIZE": False, "MODULATE": False}, 8, {"index_ptr": HALF}),
     ("largest_of_heads", HEADS, 4, {"largest_ptr": FLOAT}),
     ("quantize_heads", HEADS, 4, {"largest_ptr": FLOAT}),
+    (
+        "norm_modulate",
+        {**NORM, "QUANTIZE": False, "MODULATE": False},
+        8,
+        {"index_ptr": HALF, "x_ptr": FLOAT, "weight_ptr": FLOAT},
+    ),
+    ("moments", {"PIECE": 16384, "BLOCK": 1024}, 4, {"means_ptr": FLOAT, "squares_ptr": FLOAT}),
+    ("normed", {"ACTIVATE": True, "BLOCK": 1024}, 4, {"mean_ptr": FLOAT, "factor_ptr": FLOAT}),
+    ("scaled_residual", {"BLOCK": 1024}, 4, {"x_ptr": FLOAT, "scale_ptr": FLOAT, "out_ptr": FLOAT}),
     ("swiglu", {"BLOCK": 1024}, 4, {}),
     ("swiglu_quantize", {"IS_INT8": False, "BLOCK": 16384}, 16, {}),
     ("swiglu_quantize", {"IS_INT8": True, "BLOCK": 16384}, 16, {"values_ptr": INT8}),
@@ -56,6 +76,7 @@ VARIANTS = (
     ("head_norm_rotary", {"HAS_WEIGHT": True, "ROTATE": True, "HEADS": 16, "BLOCK": 128}, 4, {}),
     ("head_norm_rotary", {"HAS_WEIGHT": False, "ROTATE": False, "HEADS": 16, "BLOCK": 128}, 4, {}),
     ("rotary_head_norm", {"HEADS": 16, "BLOCK": 128}, 4, {"cos_ptr": FLOAT, "sin_ptr": FLOAT}),
+    ("grouped_product", TILES, 8, {"rows": _descriptor(128), "weights": _descriptor(256)}),
     ("combine_rows", {"CHOICES": 8, "BLOCK": 1024}, 4, {}),
     ("scale_sums", {"HAS_BIAS": True, "BLOCK": 1024}, 4, {}),
     *(
@@ -78,7 +99,7 @@ def compiled(name: str, constants: dict[str, int], warps: int, other: dict[str, 
     kernel = getattr(triton_kernels, name)
     types = {**POINTERS, **SCALARS, **other, **dict.fromkeys(constants, "constexpr")}
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    aligned = [i for i, a in enumerate(kernel.arg_names) if signature[a] not in ("constexpr", "fp32")]
+    aligned = [i for i, a in enumerate(kernel.arg_names) if signature[a].startswith(("*", "i32"))]
     source = ASTSource(
         kernel,
         signature,

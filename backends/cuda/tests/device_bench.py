@@ -41,6 +41,7 @@ PRODUCTS = {
     "fc2": (FFN, WIDTH),
 }
 BLOCK_FORMATS = ("fp8_row", "int8_row", "int8_row_rotated")
+EXPERTS, CHOSEN = 64, 8  # of HunyuanImage-3, and how many a row has
 PAIRS = 3 * CONFIG.rope_inv_freq_len
 PLAIN = {
     "norm_modulate": ops.norm_modulate,
@@ -110,6 +111,33 @@ def products(report: Report, rows: list[int]) -> None:
             for what, ms in times.items():
                 rate = "" if "quantising" in what else f", {flops / ms / 1e9:.0f} TFLOP/s"
                 report.measured(f"{name} {length} {what}", f"{ms:.3f} ms{rate}", ms=ms)
+
+
+def mixtures(report: Report) -> None:
+    """The grouped products of HunyuanImage-3's experts: each kernel's time, and whether their bits agree."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    kernels = BACKEND.expert_kernels()["fp8_row"]
+    for rows in (8194, 4097):
+        counts = torch.rand(EXPERTS, generator=generator, device="cuda").add_(4.0)
+        ends = (counts.cumsum(0) / counts.sum() * rows * CHOSEN).round().int()
+        for columns, depth in ((6144, 4096), (4096, 3072)):
+            weight = torch.randn(EXPERTS, columns, depth, generator=generator, device="cuda")
+            packed = {
+                "values": weight.to(torch.float8_e4m3fn),
+                "scales": torch.rand(EXPERTS, columns, generator=generator, device="cuda"),
+            }
+            del weight
+            x = torch.randn(int(ends[-1]), depth, generator=generator, device="cuda", dtype=torch.bfloat16)
+            values, scales = fusions.quantize_rows(x, FORMATS["fp8_row"])
+            results, flops = [], 2 * len(x) * columns * depth
+            for kernel in kernels:
+                given = values, scales, packed, ends, torch.bfloat16
+                results.append(kernel.multiply(*given))
+                ms = milliseconds(lambda kernel=kernel, given=given: kernel.multiply(*given))
+                text = f"{ms:.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s"
+                report.measured(f"{kernel.id} {len(x)} x {depth} -> {columns}", text, ms=ms)
+            same = all(torch.equal(results[0], other) for other in results[1:])
+            report.check(f"the same bits, {len(x)} x {depth} -> {columns}", same)
 
 
 def seam_arguments(length: int) -> dict[str, tuple[tuple[Any, ...], int]]:

@@ -70,6 +70,7 @@ def sections(rows: list[int]) -> dict[str, Callable[[Report], None]]:
         "limits": checks.limits,
         "attention": lambda report: bench.attention(report, rows),
         "products": lambda report: bench.products(report, rows),
+        "mixtures": bench.mixtures,
         "fusions": lambda report: bench.fused_seams(report, rows),
         "blocks": lambda report: bench.blocks(report, rows),
         "offload": bench.layerwise,

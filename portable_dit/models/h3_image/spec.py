@@ -84,9 +84,18 @@ class H3Spec(ModelSpec):
         causal = AttentionRequest(dtype, text.head_dim, heads, kv_heads, text_rows, mask="causal")
         return (("text_encoder", causal), *requests)
 
-    def fusion_requests(self, dtype: str) -> Sequence[FusionRequest]:
-        dit = self.config.dit
+    def fusion_requests(self, component: str, dtype: str) -> Sequence[FusionRequest]:
+        dit, vae = self.config.dit, self.config.vae
         width = dit.hidden_size
+        if component == "vae":
+            return (
+                FusionRequest("norm_cast", dtype, vae.decoder_hidden_size),
+                FusionRequest("scaled_residual", dtype, vae.decoder_hidden_size),
+                FusionRequest("head_norm_rotary", dtype, vae.decoder_attention_head_dim),
+                FusionRequest("swiglu", dtype, vae.decoder_ffn_mult * vae.decoder_hidden_size),
+            )
+        if component != "dit":
+            return ()
         return (
             FusionRequest("norm_modulate", dtype, width),
             FusionRequest("gated_residual", dtype, width),

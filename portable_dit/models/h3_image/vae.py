@@ -21,7 +21,7 @@ from portable_dit.masks import NO_MASK
 from portable_dit.models.h3_image.config import VAEConfig
 from portable_dit.models.spec import TILE_BATCH, TileRunner
 from portable_dit.models.tiling import TileAxis, tile_axis
-from portable_dit.ops import Attention, HeadNormRotary, RMSNorm, Rotary, SwiGLU
+from portable_dit.ops import Attention, CastingNorm, HeadNormRotary, Rotary, ScaledResidual, SwiGLU
 from portable_dit.tiles import blend_tiles, cut_tiles, run_tiles
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -140,17 +140,17 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.norm1 = RMSNorm(config.decoder_hidden_size, config.decoder_norm_eps)
+        self.residual = ScaledResidual()
+        self.norm1 = CastingNorm(config.decoder_hidden_size, config.decoder_norm_eps, dtype)
         self.attn = DecoderAttention(config).to(dtype)
         self.scale1 = nn.Parameter(torch.zeros(config.decoder_hidden_size))
-        self.norm2 = RMSNorm(config.decoder_hidden_size, config.decoder_norm_eps)
+        self.norm2 = CastingNorm(config.decoder_hidden_size, config.decoder_norm_eps, dtype)
         self.ff = FeedForward(config).to(dtype)
         self.scale2 = nn.Parameter(torch.zeros(config.decoder_hidden_size))
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        x = x + self.scale1 * self.attn(self.norm1(x).to(self.dtype), rotary)
-        out: Tensor = x + self.scale2 * self.ff(self.norm2(x).to(self.dtype))
+        x = self.residual(x, self.attn(self.norm1(x), rotary), self.scale1)
+        out: Tensor = self.residual(x, self.ff(self.norm2(x)), self.scale2)
         return out
 
 

@@ -158,8 +158,9 @@ class HunyuanImage:
         """Lays the convolutions' weights out as rows of channels, as the picture's rows lie in memory; what
         depends on the schedule is small and made for each request.
         """
-        for part in (self.dit.patch_embed, self.dit.final_layer):
-            part.to(memory_format=torch.channels_last)
+        for module in (*self.dit.patch_embed.modules(), *self.dit.final_layer.modules()):
+            if isinstance(module, nn.Conv2d):
+                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
 
     def schedule(self, steps: int) -> Schedule:
         """Noise levels of so many steps, shifted once, as the publishers do it."""

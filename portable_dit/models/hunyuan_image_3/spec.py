@@ -66,7 +66,12 @@ class HunyuanSpec(ModelSpec):
             ("vae", AttentionRequest(dtype, channels, 1, 1, cells)),
         )
 
-    def fusion_requests(self, dtype: str) -> Sequence[FusionRequest]:
+    def fusion_requests(self, component: str, dtype: str) -> Sequence[FusionRequest]:
+        if component == "vae":
+            widths = dict.fromkeys(self.config.vae.levels)
+            return tuple(FusionRequest("frame_norm", dtype, channels) for channels in widths)
+        if component != "dit":
+            return ()
         dit = self.config.dit
         return (
             FusionRequest("rms_norm", dtype, dit.hidden_size),

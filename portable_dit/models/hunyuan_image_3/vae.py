@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from portable_dit.models.hunyuan_image_3.config import VAEConfig
-from portable_dit.ops import Attention
+from portable_dit.ops import Attention, FrameNorm
 
 NORM_EPS = 1e-6
-CHUNK_BYTES = 512 << 20  # of float32 values that a norm holds at once
 MIDDLE, ALL, BEFORE_AND_HERE = (1,), (0, 1, 2), (0, 1)  # taps of a kernel
 
 
@@ -61,39 +60,14 @@ class FrameConv(nn.Module):
         return F.conv2d(x.flatten(1, 2), weight, self.bias, padding=1)  # [B, out, h, w]
 
 
-class FrameNorm(nn.Module):
-    """Group norm over all frames in float32, with SiLU unless told not to: same shape and dtype."""
-
-    def __init__(self, channels: int, groups: int) -> None:
-        super().__init__()
-        self.groups = groups
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: Tensor, *, activate: bool = True) -> Tensor:
-        """x: [B, T, C, h, w]. Some groups at a time, since float32 doubles the largest tensors there are."""
-        size = x.shape[2] // self.groups
-        step = max(CHUNK_BYTES // (4 * x.numel() // self.groups), 1) * size
-        out = torch.empty_like(x)
-        for start in range(0, x.shape[2], step):
-            part = slice(start, start + step)
-            chunk = x[:, :, part].float()
-            values = chunk.view(*x.shape[:2], -1, size, *x.shape[3:])  # [B, T, groups, C / groups, h, w]
-            variance, mean = torch.var_mean(values, dim=(1, 3, 4, 5), keepdim=True, correction=0)
-            values = ((values - mean) * torch.rsqrt(variance + NORM_EPS)).flatten(2, 3)
-            values = values * self.weight[part, None, None].float() + self.bias[part, None, None].float()
-            out[:, :, part] = F.silu(values) if activate else values
-        return out
-
-
 class ResBlock(nn.Module):
     """Two norms and convolutions beside a plain path."""
 
     def __init__(self, channels: int, groups: int, taps: tuple[int, ...]) -> None:
         super().__init__()
-        self.norm1 = FrameNorm(channels, groups)
+        self.norm1 = FrameNorm(channels, groups, NORM_EPS)
         self.conv1 = FrameConv(channels, channels, taps)
-        self.norm2 = FrameNorm(channels, groups)
+        self.norm2 = FrameNorm(channels, groups, NORM_EPS)
         self.conv2 = FrameConv(channels, channels, taps)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +80,7 @@ class MidAttention(nn.Module):
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
-        self.norm = FrameNorm(channels, groups)
+        self.norm = FrameNorm(channels, groups, NORM_EPS)
         self.q = nn.Linear(channels, channels)
         self.k = nn.Linear(channels, channels)
         self.v = nn.Linear(channels, channels)
@@ -189,7 +163,7 @@ class Decoder(nn.Module):
         self.conv_in = FrameConv(config.latent_channels, first, MIDDLE)
         self.mid = Middle(first, groups)
         self.up = nn.ModuleList(Level(config, level) for level in range(len(config.levels)))
-        self.norm_out = FrameNorm(config.levels[-1], groups)
+        self.norm_out = FrameNorm(config.levels[-1], groups, NORM_EPS)
         last = BEFORE_AND_HERE if config.frames(len(config.levels)) > 1 else MIDDLE
         self.conv_out = FrameConv(config.levels[-1], config.out_channels, last)
         self.to(dtype)
