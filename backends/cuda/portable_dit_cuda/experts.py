@@ -44,7 +44,7 @@ class Fp8RowExperts(GroupedRowExperts):
 
 
 class TiledRowExperts(Fp8RowExperts):
-    """The same product in Triton: 1.2 times as fast at HunyuanImage-3's sizes, and the same bits.
+    """The same product in Triton: 1.3 times as fast for a step of HunyuanImage-3, and the same bits.
 
     One program a multiprocessor takes tiles of rows in turn. Which expert a tile belongs to is worked out on
     the device, so that nothing waits for the host.
@@ -59,10 +59,10 @@ class TiledRowExperts(Fp8RowExperts):
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         weights = packed["values"]  # [E, N, K]
-        _, columns, depth = weights.shape
+        experts, columns, depth = weights.shape
+        if values.shape[0] < FEW * experts:
+            return super().multiply(values, scales, packed, ends, dtype)
         out = torch.empty((values.shape[0], columns), dtype=dtype, device=values.device)
-        if not values.shape[0]:
-            return out
         expert, first, count = tiles_of_rows(ends, values.shape[0])
         programs = torch.cuda.get_device_properties(values.device).multi_processor_count
         kernels().grouped_product[(programs,)](
@@ -169,6 +169,7 @@ def route(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 # Tiles of the grouped product, of which the matrix units' float32 sums fill the registers of two warp groups.
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 128
+FEW = 64  # rows for each expert, below which torch's own product with its smaller tiles is faster
 BAND = 8  # tiles of rows that are taken across all columns before the next
 HALVES = frozenset({"bfloat16"})
 EXPERT_OPS = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,25 +182,40 @@ def fused_seams(report: Report, rows: list[int]) -> None:
 
 def ceilings(length: int) -> dict[str, float]:
     """Milliseconds of a block's products and of its fastest exact attention, alone: by dtype or format."""
+    return {name: sum(milliseconds(call) for call in calls) for name, calls in _parts(length).items()}
+
+
+def step_ceiling(length: int, format: str) -> float:
+    """Milliseconds of the products and the attention of all blocks, one after the other and nothing between.
+
+    Again and again for seconds, since a device under load runs slower than for one product.
+    """
+    calls = _parts(length)[format]
+
+    def step() -> None:
+        for _ in range(CONFIG.num_layers):
+            for call in calls:
+                call()
+
+    return milliseconds(step, repeats=6, warm_up=6)
+
+
+def _parts(length: int) -> dict[str, list[Callable[[], Tensor]]]:
+    """The attention and the four products of a block, by dtype or format, on inputs in the format."""
     q, k, v = torch.randn(3, 1, length, CONFIG.num_attention_heads, 128, device="cuda", dtype=torch.bfloat16)
     kernel = next(k for k in serving(length) if k.exact)
-    found = dict.fromkeys(
-        ("bfloat16", *BLOCK_FORMATS),
-        milliseconds(lambda: kernel.run(q, k, v, NO_MASK, scale=128**-0.5)),
-    )
+    found: dict[str, list[Callable[[], Tensor]]] = {
+        name: [lambda: kernel.run(q, k, v, NO_MASK, scale=128**-0.5)] for name in ("bfloat16", *BLOCK_FORMATS)
+    }
     for inputs, outputs in PRODUCTS.values():
         x = torch.randn(length, inputs, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * inputs**-0.5
-        found["bfloat16"] += milliseconds(lambda x=x, w=weight: F.linear(x, w))
+        found["bfloat16"].append(partial(F.linear, x, weight))
         for format in BLOCK_FORMATS:
             product = BACKEND.linear_kernels()[format][0]
             packed = product.pack(encode(weight, format), torch.bfloat16)
-            values, scales = product.quantize_input(x)
-            found[format] += milliseconds(
-                lambda p=product, v=values, s=scales, w=packed: p.apply_quantized(
-                    v, s, w, None, torch.bfloat16
-                )
-            )
+            given = *product.quantize_input(x), packed, None, torch.bfloat16
+            found[format].append(partial(product.apply_quantized, *given))
     return found
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from device_bench import BACKEND, CONFIG, PRODUCTS, ceilings
+from device_bench import BACKEND, CONFIG, PRODUCTS, step_ceiling
 from device_bench import milliseconds as device_milliseconds
 
 from portable_dit.engine import Engine
@@ -89,26 +89,30 @@ def pictures(report: Report) -> None:
     for (recipe, changes), cases in groups.items():
         with drawing(recipe, changes) as engine:
             held = torch.cuda.memory_allocated()
-            dit = sum(t.nbytes for t in _tensors(engine))
+            dit = sum(t.nbytes for t in (*_transformer(engine).parameters(), *_transformer(engine).buffers()))
             report.measured(f"{cases[0].name}: loaded", f"{held / GIB:.1f} GiB, DiT {dit / 1e9:.2f} GB")
             if not changes:
                 most = MOST_DIT_BYTES[cases[0].format]
                 report.check(
                     f"{cases[0].name}: DiT <= {most / 1e9:.0f} GB", dit <= most, f"{dit / 1e9:.2f} GB"
                 )
-            seconds = {case.name: _draw(report, engine, case) for case in cases}
+            drawn = {case.name: _draw(report, engine, case) for case in cases}
             for case in cases:
                 if case.references:
-                    _compare_with_text(report, engine, case, seconds)
+                    _compare_with_text(report, case, drawn)
 
 
-def _compare_with_text(report: Report, engine: Engine, case: Case, seconds: dict[str, float]) -> None:
+def _compare_with_text(report: Report, case: Case, drawn: dict[str, tuple[float, int]]) -> None:
     """What a reference costs, next to the operations that it adds to the transformer."""
     plain = case.name.partition(",")[0]
-    work = [_operations(_rows(engine, case, references)) for references in (case.references, 0)]
-    ratio, most = seconds[case.name] / seconds[plain], REFERENCE_FACTOR * work[0] / work[1]
-    text = f"{ratio:.2f} times {plain}; the transformer's operations grow {work[0] / work[1]:.2f} times"
-    report.check(f"{case.name}: <= {REFERENCE_FACTOR} of the operations' ratio", ratio <= most, text)
+    (seconds, rows), (seconds_plain, rows_plain) = drawn[case.name], drawn[plain]
+    ratio, growth = seconds / seconds_plain, _operations(rows) / _operations(rows_plain)
+    text = f"{ratio:.2f} times {plain}; the transformer's operations grow {growth:.2f} times"
+    report.check(
+        f"{case.name}: <= {REFERENCE_FACTOR} of the operations' ratio",
+        ratio <= REFERENCE_FACTOR * growth,
+        text,
+    )
 
 
 def _operations(rows: int) -> float:
@@ -124,21 +128,20 @@ def _request(case: Case, references: int) -> Request:
     return Request(PROMPT, size=case.size, references=(picture,) * references, format="png")
 
 
-def _rows(engine: Engine, case: Case, references: int) -> int:
-    resolved = engine.setup.resolve(_request(case, references))
-    return engine.setup.spec.rows(engine.setup.plan_of(resolved).workload)
-
-
-def _tensors(engine: Engine) -> list[torch.Tensor]:
+def _transformer(engine: Engine) -> torch.nn.Module:
     assert isinstance(engine.workers, ThisProcess)
-    module = engine.workers.loaded.model.component("dit")
-    return [*module.parameters(), *module.buffers()]
+    return engine.workers.loaded.model.component("dit")
 
 
-def _draw(report: Report, engine: Engine, case: Case) -> float:
-    """Draws the case again and again; the median of the whole, in seconds."""
+def _draw(report: Report, engine: Engine, case: Case) -> tuple[float, int]:
+    """Draws the case again and again; the median of the whole, in seconds, and the rows of a step."""
     resolved = engine.setup.resolve(_request(case, case.references))
+    seen: list[int] = []
+    block = _transformer(engine).blocks[0]
+    watch = block.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape[1]))
     engine.generate(resolved)  # records graphs
+    watch.remove()
+    rows = seen[0]
     device = BACKEND.devices()[0]
     BACKEND.peak_bytes(device, reset=True)
     results, held = [], []
@@ -152,8 +155,7 @@ def _draw(report: Report, engine: Engine, case: Case) -> float:
     report.measured(case.name, f"{text} s; peak {peak / GIB:.1f} GiB", **stages, step=step, peak=peak)
     for stage, most in case.targets:
         report.check(f"{case.name}: {stage} <= {most} s", stages[stage] <= most, f"{stages[stage]:.3f}")
-    rows = _rows(engine, case, case.references)
-    least = ceilings(rows)[case.format] * CONFIG.num_layers / 1e3
+    least = step_ceiling(rows, case.format) / 1e3
     text = f"{step:.4f} s of {least:.4f}: {step / least:.3f}"
     report.measured(f"{case.name}: step over its ceiling", text, rows=rows)
     same = {image.data() for r in results for image in r.images}
@@ -161,7 +163,7 @@ def _draw(report: Report, engine: Engine, case: Case) -> float:
     report.check(
         f"{case.name}: memory is flat", max(held) - min(held) <= FLAT, f"{max(held) - min(held)} bytes"
     )
-    return stages["total"]
+    return stages["total"], rows
 
 
 def diffusers(report: Report) -> None:
