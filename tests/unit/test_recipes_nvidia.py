@@ -11,7 +11,8 @@ from portable_dit.models.spec import COMPONENTS, Workload
 from portable_dit.plan import make_plan
 from portable_dit.recipe import load_recipe, named_recipes
 
-MACHINES = Path(__file__).parents[1] / "data" / "machines"
+ROOT = Path(__file__).parents[2]
+MACHINES = ROOT / "tests" / "data" / "machines"
 MACHINE_OF = {
     "a100": "a100-80gb",
     "rtx4090": "rtx-4090",
@@ -55,9 +56,13 @@ def test_it_fits_its_machine_with_and_without_references(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_not_measured_is_not_said_and_what_others_say_has_its_source(name):
+def test_measured_figures_name_their_page_and_what_others_say_has_its_source(name):
     recipe = load_recipe(name)
-    assert recipe.measured == {}
+    if recipe.measured:
+        page = ROOT / str(recipe.measured["where"]).rpartition("; ")[2]
+        assert page.is_file(), page
+        for figure, values in recipe.measured.items():
+            assert figure == "where" or str(values["seconds"]) in page.read_text(), figure
     assert recipe.description
     assert not recipe.reference or recipe.reference["source"]
     assert recipe.device.count == int(name.split("-image-")[1][0])
