@@ -27,7 +27,7 @@ BLACKWELL = {
     "gb200": Reached(eight_bits=0.53, attention=0.225, decode=0.045, **OTHERS),
     "rubin": Reached(eight_bits=0.45, attention=0.40, decode=0.045, **OTHERS),
 }
-EAGER = Reached(eight_bits=0.20, attention=0.21, link=0.25, **OTHERS)
+EAGER = Reached(eight_bits=0.20, attention=0.21, link=0.25, decode=0.25, **OTHERS)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def test_published_times_of_h3_image_are_within_a_quarter(figure):
 def test_the_published_time_of_one_h200_is_out_of_our_reach():
     """A misfit that docs/scaling.md discusses: it needs what products alone do not reach on our device."""
     found = predicted(H3, H200, None, steps=6, branches=1)
-    assert found.request_seconds / H200.seconds == pytest.approx(1.29, abs=0.03)
+    assert found.request_seconds / H200.seconds == pytest.approx(1.32, abs=0.03)
 
 
 @pytest.mark.parametrize("figure", HUNYUAN_FIGURES, ids=lambda f: f"{f.seconds}")
