@@ -15,9 +15,10 @@ export PROMPT OUT
 run: $(VENV)/.run
 	$(VENV)/bin/portable-dit run --recipe recipes/cpu/h3-mini.yaml --prompt "$$PROMPT" -o "$$OUT"
 
-# By file, for the sake of fixtures of a module; in the order of the folders, which begins with the slow ones.
+# By file, for the sake of fixtures of a module; in the order of the folders, which ends with the quick ones.
+# With bytecode kept, where an image turns that off: hundreds of processes would each compile the package anew.
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

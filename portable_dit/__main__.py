@@ -27,7 +27,11 @@ def main() -> None:
     try:
         run()
     except KeyboardInterrupt:  # while the commands were put together, before one could tell of it
-        raise SystemExit(INTERRUPTED) from None
+        os._exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            os._exit(INTERRUPTED)  # Python would wait for the thread that draws, to the end of its step
+        raise
     finally:
         _on_interrupt(_leave)
 

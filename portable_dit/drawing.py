@@ -21,11 +21,18 @@ import torch
 from torch import Tensor
 
 from portable_dit import __version__
-from portable_dit.errors import BackendError, CancelledError, DeviceMemoryError, PortableDitError
+from portable_dit.errors import (
+    BackendError,
+    CancelledError,
+    DeviceMemoryError,
+    PictureError,
+    PortableDitError,
+)
 from portable_dit.image import Pixels, encode, interleaved, resize
 from portable_dit.loaded import LoadedModel
 from portable_dit.loading import Setup
 from portable_dit.models.spec import COMPONENTS
+from portable_dit.pixels import is_finite, to_host, to_pixels
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import STAGES, Decoded, Drawn, Encoded, Event, Picture, Result, Started, Stepped
 from portable_dit.sampling import denoise
@@ -152,23 +159,56 @@ class Drawing:
                     else self.loaded.combiner(model.spec.branches(scale), scale, request.guidance_rescale),
                 )
             del denoiser
+        self._require_finite(latents, "dit")
         self._raise_if_cancelled()
-        if self.mesh is not None and not self.mesh.decodes:
+        pixels, decode_seconds = self._decode(latents)
+        if pixels is None:
             return
-        with self._stage("vae_decode") as decode_seconds, self.loaded.on_device("vae"):
-            decoded = model.decode(latents, run=self.loaded.run_tiles, tile_batch=self.tile_batch)
-            if not self.leads:
-                return
-            pixels = resize(interleaved(decoded.cpu().numpy()), *request.output_size)  # [H, W, 3]
-        self.emit(Decoded(image, decode_seconds[0]))
+        self.emit(Decoded(image, decode_seconds))
         seconds = {
             "prepare": prepare_seconds[0],
             "denoise": denoise_seconds[0],
-            "vae_decode": decode_seconds[0],
+            "vae_decode": decode_seconds,
         }
         picture = Picture(pixels, seed, self._record(seed), seconds, tuple(steps.seconds), {})
         encoding = request.format and encoder.submit(_timed_encode, picture, request.format)
         self.waiting.append(_Undeveloped(picture, encoding or None))
+
+    def _decode(self, latents: Tensor) -> tuple[Pixels | None, float]:
+        """The picture [H, W, 3] and the seconds that it took; None where this rank is not the leader."""
+        if self.mesh is not None and not self.mesh.decodes:
+            self._require_finite(None, "vae")
+            return None, 0.0
+        with self._stage("vae_decode") as seconds, self.loaded.on_device("vae"):
+            values = self.model.decode(latents, run=self.loaded.run_tiles, tile_batch=self.tile_batch)
+            self._require_finite(values, "vae")
+            if not self.leads:
+                return None, 0.0
+            host = to_host(to_pixels(values), pinned=self.setup.capabilities.pinned_memory)
+            pixels = resize(interleaved(host.numpy()), *self.request.output_size)
+        return pixels, seconds[0]
+
+    def _require_finite(self, values: Tensor | None, component: str) -> None:
+        """Raises PictureError on every rank where what the leader has of a component holds NaN or infinity.
+
+        As bytes they would be a black picture. values: None on a rank that has none.
+        """
+        finite = values is None or is_finite(values)
+        if finite if self.mesh is None else self.mesh.agree(finite):
+            return
+        plan = self.setup.plan
+        dtype, held = plan.dtype[component], plan.formats[component]
+        advice = ["--set precision=float32"] * (dtype != "float32")
+        advice += [f"no quantization.{component}"] * (held is not None)
+        cause = (
+            f"Numbers beyond what {held or dtype} holds do that: try {' or '.join(advice)}."
+            if advice
+            else "In float32 only the weights do that: see what `portable-dit weights verify` says of them."
+        )
+        raise PictureError(
+            f"{plan.model}: what came out of the {component} holds NaN or infinity, so there is no picture. "
+            f"{cause}"
+        )
 
     def deliver(self, *, wait: bool = False) -> None:
         """Tells of every image whose file is ready, in order; with wait, of all."""
@@ -269,7 +309,7 @@ class _StepClock:
         preview = None
         if drawing.leads and drawing.previews and step < drawing.request.steps:
             with drawing.loaded.on_device("vae"):
-                preview = interleaved(drawing.model.preview(latents).cpu().numpy())  # [h, w, 3]
+                preview = interleaved(to_pixels(drawing.model.preview(latents)).cpu().numpy())  # [h, w, 3]
         drawing.emit(Stepped(self.image, step, drawing.request.steps, self.seconds[-1], preview))
         drawing.deliver()
         self._last = time.perf_counter()

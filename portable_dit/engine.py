@@ -8,6 +8,7 @@ The same calls serve any layout: what draws is this process, or others that it s
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,8 @@ class Engine:
         self.workers: Workers | None = workers
         self.places = workers.replicas  # how many requests are drawn at once
         self._free = threading.BoundedSemaphore(self.places)
-        self._drawing_threads: set[int] = set()
+        self._callers: set[int] = set()  # threads that wait for their pictures
+        self._process = os.getpid()
 
     @classmethod
     def load(
@@ -102,9 +104,10 @@ class Engine:
     ) -> Result:
         """The pictures of a request.
 
-        on_event: told what `stream` would yield, on this thread. cancelled: asked before each step;
-        CancelledError is raised when it says yes. previews: steps carry a small picture each, at the cost of
-        a small decode.
+        on_event: told what `stream` would yield, on this thread, while the drawing goes on. cancelled: asked
+        before each step, on the thread that draws; CancelledError is raised when it says yes. previews: steps
+        carry a small picture each, at the cost of a small decode. Ctrl-C, or an error in on_event, is raised
+        at once; what is being drawn stops after the step it is in, and the engine can draw again.
         """
         resolved = self._resolved(request)
         on_event(Queued())
@@ -124,7 +127,7 @@ class Engine:
         events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         stop = threading.Event()
 
-        with ThreadPoolExecutor(1, thread_name_prefix="drawing") as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix="stream") as pool:
             drawing = pool.submit(
                 self.generate, request, on_event=events.put, cancelled=stop.is_set, previews=previews
             )
@@ -138,6 +141,8 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of the model and gives its memory back; the engine cannot draw any more."""
+        if self._process != os.getpid():
+            return  # what was loaded is the other process's
         with self._alone(places=self.places):
             workers, self.workers = self.workers, None
         if workers is not None:
@@ -147,17 +152,17 @@ class Engine:
     def _alone(self, places: int = 1) -> Iterator[None]:
         """A place to draw in; a request that is made while another's event is told would wait for itself."""
         me = threading.get_ident()
-        if me in self._drawing_threads:
+        if me in self._callers:
             raise PortableDitError(
                 "this engine is drawing, and was called from inside on_event. Call it when generate is done."
             )
         for _ in range(places):
             self._free.acquire()
-        self._drawing_threads.add(me)
+        self._callers.add(me)
         try:
             yield
         finally:
-            self._drawing_threads.discard(me)
+            self._callers.discard(me)
             self._free.release(places)
 
     def __enter__(self) -> Engine:
@@ -179,4 +184,9 @@ class Engine:
     def _ready(self) -> Workers:
         if self.workers is None:
             raise PortableDitError("this engine is closed. Load another with Engine.load.")
+        if self._process != os.getpid():
+            raise PortableDitError(
+                "another process loaded this engine, and this fork of it has neither its threads nor its "
+                "device. Load an engine in each process, after the fork."
+            )
         return self.workers

@@ -56,6 +56,10 @@ class DeviceMemoryError(PortableDitError, MemoryError):
     """The device ran out of memory while running; says what was resident and which key would make it fit."""
 
 
+class PictureError(PortableDitError):
+    """What was drawn holds NaN or infinity, and so is no picture; says which stage made them, and in what."""
+
+
 class RankError(PortableDitError):
     """One of several processes that draw together died, hung or failed; says which, and its last words."""
 

@@ -112,7 +112,7 @@ def scaled_residual(x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
 
 
 def frame_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, activate: bool) -> Tensor:
-    """Group norm over all frames of a clip, float32 inside, with SiLU behind it if asked for: [B, T, C, h, w].
+    """Group norm over all frames of a clip, float32 inside, then SiLU if asked for: [B, T, C, h, w] and back.
 
     Some groups at a time, since float32 doubles the largest tensors there are.
     """

@@ -45,11 +45,9 @@ class PiecewiseAttention(AttentionKernel):
         if request.dtype not in self.dtypes:
             return Reject("dtype", f"takes {', '.join(sorted(self.dtypes))}, not {request.dtype}")
         if request.head_dim % self.head_dim_multiple or request.head_dim > self.max_head_dim:
-            return Reject(
-                "head_dim",
-                f"takes multiples of {self.head_dim_multiple} up to {self.max_head_dim}, "
-                f"not {request.head_dim}",
-            )
+            step = self.head_dim_multiple
+            taken = f"takes {'heads' if step == 1 else f'multiples of {step}'} up to {self.max_head_dim}"
+            return Reject("head_dim", f"{taken}, not {request.head_dim}")
         if request.num_heads % request.num_kv_heads:
             return Reject(
                 "heads", f"{request.num_kv_heads} key heads must divide {request.num_heads} query heads"

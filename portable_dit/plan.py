@@ -137,15 +137,8 @@ def make_plan(
     found.problems += choices.problems
     found.notes += _kernel_notes(choices, numbers, capabilities, installed=kernels is not None)
     _refuse_problems(recipe, capabilities, found, strict=strict)
-    measure = partial(
-        measure_footprint,
-        spec,
-        capabilities,
-        numbers=numbers,
-        layout=layout,
-        device_limit=round((recipe.device.memory_gib or 0) * GIB),
-        extra_activations=_scores(spec, workload, choices, dtype),
-    )
+    scores = _scores(spec, workload, choices, dtype)
+    measure = _measure(recipe, spec, capabilities, numbers=numbers, layout=layout, scores=scores)
     workload, size = _with_tiles_that_fit(workload, lambda w: measure(w, offload=offload), found)
     return Plan(
         model=spec.id,
@@ -170,6 +163,27 @@ def make_plan(
         verdict=_verdict(size, lambda other: measure(workload, offload=other), offload),
         values=recipe.values(),
         provenance=recipe.provenance,
+    )
+
+
+def _measure(
+    recipe: Recipe,
+    spec: ModelSpec,
+    capabilities: Capabilities,
+    *,
+    numbers: Mapping[str, Numbers],
+    layout: Layout,
+    scores: Mapping[str, int],
+) -> partial[Footprint]:
+    """`measure_footprint` with what is decided; what is left are the workload and where weights rest."""
+    return partial(
+        measure_footprint,
+        spec,
+        capabilities,
+        numbers=numbers,
+        layout=layout,
+        device_limit=round((recipe.device.memory_gib or 0) * GIB),
+        extra_activations=scores,
     )
 
 

@@ -37,9 +37,9 @@ class QuantizationReport(NamedTuple):
 class QuantizedLinear(nn.Module):
     """A linear layer whose weight lives in a quantised format; stands where an `nn.Linear` stood.
 
-    There is no `weight` parameter: a loader finds this module by name and hands the tensor to
-    `accept_weight`, or to `accept_encoded` when the checkpoint is already in the format. `bias` is a
-    parameter like any other.
+    There is no `weight` parameter: a loader finds this module by name and hands it the weight in the format
+    (`accept_encoded`), as it was stored or as it encoded it; `accept_weight` does both. `bias` is a parameter
+    like any other.
     """
 
     bias: nn.Parameter | None

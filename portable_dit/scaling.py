@@ -31,8 +31,8 @@ class Reached:
     """Which share of the declared rates software reaches.
 
     products, eight_bits: of matrix products in 16 bits and in formats of 8. attention: of the 16-bit rate.
-    memory, link: of the bandwidths. decode: of the 16-bit rate, over the whole decoder. All but that of links,
-    which is assumed, are this engine's in whole pictures of H3-Image on one H200.
+    memory, link: of the bandwidths. decode: of the 16-bit rate, over the whole decoder. All but that of
+    links, which is assumed, are this engine's in whole pictures of H3-Image on one H200.
     """
 
     products: float = 0.73

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from portable_dit.errors import WeightsError
@@ -40,6 +41,7 @@ READ_AHEAD_BYTES = 40 << 20  # waits in memory, or the one next tensor if that i
 PIECE_BYTES = 8 << 20  # of a tensor, for one reader at a time
 MARKER_BYTES = 1 << 16  # a longer row of bytes is no text
 SMALL_BYTES = 1 << 30  # up to this much is hashed at every load; more is for `weights verify`
+UNMAKEABLE = (RuntimeError, IndexError, ValueError)  # what a source raises for tensors of other shapes
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ class Made:
                 stored = (_expanded(name, self.stored).to(place) for name in self.source.names)
                 tensor = self.source.make(*stored)
                 tensor = tensor if self.share is None else self.share.cut(tensor)
-        except RuntimeError as error:
+        except UNMAKEABLE as error:
             raise WeightsError(f"{self.name}: cannot be made of {self.describe()} ({error}).") from error
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"{self.name}: {self.describe()} stored, {list(shape)} expected.")
@@ -306,7 +308,7 @@ class Made:
         try:
             tensor: Tensor = self.source.make(*inputs)
             return tensor if self.share is None else self.share.cut(tensor)
-        except RuntimeError:
+        except UNMAKEABLE:
             return None
 
     def release(self) -> None:
@@ -391,14 +393,13 @@ def _compare(
     used = {name for m in wanted.values() for name in m.source.names}
     scales = {name + SCALE_SUFFIX for name in used if name in stored and _scale_of(name, stored)}
     absent = {name: [part for part in m.source.names if part not in stored] for name, m in wanted.items()}
+    whole = [name for name in wanted if not absent[name]]
+    with _joined_as_shapes():
+        misfits = [problem for name in whole if (problem := _mismatch(wanted[name], targets[name], stored))]
     problems = {
         "missing": [name for name in targets if name not in made or absent[name]],
         "unexpected": sorted(stored.keys() - used - scales - set(unused)),
-        "mismatched": [
-            problem
-            for name, m in wanted.items()
-            if not absent[name] and (problem := _mismatch(m, targets[name], stored))
-        ],
+        "mismatched": misfits,
     }
     parts = [listed(f"{len(names)} {kind}:", names) for kind, names in problems.items() if names]
     if parts:
@@ -407,6 +408,32 @@ def _compare(
             + "\n".join(parts)
             + "\nUse the config.json and the weights of one and the same checkpoint."
         )
+
+
+def _joined_as_shapes() -> AbstractContextManager[object]:
+    """Inside, `torch.cat` on the meta device is done here.
+
+    For its own one there torch (2.13) imports its whole compiler, which takes two seconds at every start.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class JoinedAsShapes(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            named = kwargs or {}
+            if function is not torch.cat or {t.device.type for t in args[0]} != {"meta"}:
+                return function(*args, **named)
+            dim = named.get("dim", args[1] if len(args) > 1 else 0) % args[0][0].dim()
+            shapes = [list(t.shape) for t in args[0]]
+            total = sum(shape.pop(dim) for shape in shapes)
+            if any(shape != shapes[0] for shape in shapes):
+                raise RuntimeError(f"cannot join {[list(t.shape) for t in args[0]]} along {dim}")
+            dtype = reduce(torch.promote_types, [t.dtype for t in args[0]])
+            return args[0][0].new_empty([*shapes[0][:dim], total, *shapes[0][dim:]], dtype=dtype)
+
+    return JoinedAsShapes()
 
 
 def _mismatch(made: Made, target: Target, stored: Mapping[str, StoredTensor]) -> str | None:

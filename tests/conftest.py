@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,10 @@ collect_ignore_glob = [] if sys.version_info >= (3, 11) else ["parity/*", "integ
 settings.register_profile("suite", deadline=None, suppress_health_check=(HealthCheck.too_slow,))
 settings.load_profile("suite")
 
-# Tests run in several processes, and one thread each is the fastest for shapes as small as theirs.
+# Tests run in several processes, and one thread each is the fastest for shapes as small as theirs. The same
+# goes for processes that they start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORDS = (
     "[PAD]",

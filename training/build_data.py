@@ -27,7 +27,7 @@ from PIL import Image
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save_file
 
-from training.concepts import STYLES
+from portable_dit.evaluation.builtin.scenes import STYLES
 from training.naming import RENAMED, SYNONYMS, is_countable, is_plural, pluralize, with_article
 
 NPM_PACKAGES = {  # name and version: sha256 of the archive

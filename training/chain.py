@@ -20,6 +20,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from portable_dit.evaluation.builtin.judge import Judge, load_judge
 from portable_dit.models.h3_image.vae import ImageVAE
 from training import distil, dit, vae
 from training.captions import Tokenizer
@@ -29,7 +30,7 @@ from training.dit import DiTStage, Pools, load_trained
 from training.export import export
 from training.feed import Feed, FeedKind
 from training.gates import Report, against_smaller, evaluate, fixed_cases
-from training.judge import Judge, load_judge, save_judge
+from training.judge import save_judge
 from training.loop import Progress
 from training.model import H3Mini, load_float_table
 from training.parallel import Clock, World

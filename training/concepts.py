@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from portable_dit.evaluation.builtin.scenes import STYLES
 from training.naming import is_countable, is_plural, pluralize, with_article
-
-STYLES = ("cartoon", "flat", "3d")
 
 
 class Name(NamedTuple):

@@ -17,12 +17,13 @@ import yaml
 
 from portable_dit import DEFAULT_RECIPE
 from portable_dit.engine import Engine
+from portable_dit.evaluation.builtin.cases import CASES
+from portable_dit.evaluation.builtin.judge import load_judge
 from training.gates import Report, against_smaller, evaluate
-from training.judge import load_judge
 from training.paint import EnginePainter
 from training.render import Atlas
 from training.scenes import Concepts
-from training.shipped import CASES, weights_digest
+from training.shipped import weights_digest
 
 
 def write_report(report: Report, out: Path, **facts: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from portable_dit.evaluation.builtin.scenes import Record
 from training.captions import Tokenizer
 from training.scenes import (
     EDIT_MIX,
@@ -23,7 +24,6 @@ from training.scenes import (
     THREE_MIX,
     TWO_MIX,
     Concepts,
-    Record,
     RenderPlan,
     plan_render,
     sample_records,

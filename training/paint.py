@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from portable_dit.engine import Engine
+from portable_dit.evaluation.builtin.cases import Case, as_tensor
+from portable_dit.evaluation.builtin.scenes import Record
 from portable_dit.request import Request
-from training.cases import Case, as_tensor
 from training.gates import draw
 from training.render import Atlas
-from training.scenes import Record
 
 
 def paint(

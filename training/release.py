@@ -12,7 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.shipped import CASES, WEIGHTS
+from portable_dit.evaluation.builtin.cases import CASES
+from training.shipped import WEIGHTS
 
 
 def steps(run: Path) -> tuple[tuple[str, ...], ...]:

@@ -15,16 +15,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from training.scenes import (
-    BACKGROUND_KINDS,
-    COLORS,
-    LANDSCAPES,
-    MAX_OBJECTS,
-    STYLES,
-    RenderPlan,
-    Scene,
-    plan_render,
-)
+from portable_dit.evaluation.builtin.scenes import COLORS, STYLES, Scene
+from training.scenes import BACKGROUND_KINDS, LANDSCAPES, MAX_OBJECTS, RenderPlan, plan_render
 
 GRADIENT, STRIPES = BACKGROUND_KINDS.index("gradient"), BACKGROUND_KINDS.index("stripes")
 FIRST_LANDSCAPE = BACKGROUND_KINDS.index(LANDSCAPES[0])

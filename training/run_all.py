@@ -15,7 +15,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from training.shipped import CASES, WEIGHTS
+from portable_dit.evaluation.builtin.cases import CASES
+from training.shipped import WEIGHTS
 
 STAGES = ("vae", "dit256", "mixed", "distil", "eval")
 

@@ -13,15 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from portable_dit.evaluation.builtin.scenes import Record
 from portable_dit.models.h3_image.packing import patchify, unpatchify
 from portable_dit.models.h3_image.vae import ImageVAE
+from portable_dit.pixels import to_pixels
 from training.captions import Tokenizer
 from training.feed import pack_records
 from training.gates import contact_sheet
 from training.model import CONDITION_TIME, Batch, H3Mini, make_layout
 from training.pool import Encoder, as_batch, encode_chunk
 from training.render import Atlas, render
-from training.scenes import Record
 
 TEXT_GUIDANCE, EDIT_GUIDANCE = 3.0, 2.0  # measured in the probe that embedded-default.md reports
 
@@ -125,7 +126,7 @@ class Painter:
                 guidance=guidance,
                 distilled=self.distilled,
             )
-        pixels = self.vae.decode(unpatchify(result, h, w), max_tiles=64)
+        pixels = to_pixels(self.vae.decode(unpatchify(result, h, w), max_tiles=64))
         return pixels.permute(0, 3, 1, 2).float() / 255
 
 

@@ -16,7 +16,19 @@ from dataclasses import replace as changed_copy
 
 import numpy as np
 
-from training.concepts import STYLES, Concepts, Name
+from portable_dit.evaluation.builtin.scenes import (
+    COLOR_NAMES,
+    COLORS,
+    LARGE,
+    MEDIUM,
+    STYLES,
+    WHITE,
+    Background,
+    Placed,
+    Record,
+    Scene,
+)
+from training.concepts import Concepts, Name
 from training.wording import (
     ON_GRADIENT,
     ON_LANDSCAPE,
@@ -33,26 +45,8 @@ from training.wording import (
     TO_STYLE_OF,
 )
 
-COLORS: dict[str, tuple[int, int, int]] = {
-    "red": (214, 40, 40),
-    "orange": (244, 132, 30),
-    "yellow": (250, 214, 60),
-    "green": (66, 160, 71),
-    "teal": (20, 150, 150),
-    "blue": (45, 95, 205),
-    "purple": (126, 66, 180),
-    "pink": (245, 155, 190),
-    "brown": (121, 78, 46),
-    "black": (26, 26, 26),
-    "white": (250, 250, 250),
-    "gray": (140, 140, 140),
-}
-COLOR_NAMES = tuple(COLORS)
-WHITE = COLOR_NAMES.index("white")
 ACHROMATIC = frozenset(COLOR_NAMES.index(name) for name in ("black", "white", "gray"))
 
-# Few sizes and places: what varies freely is learned as a blur. Sizes are shares of the canvas' short side.
-LARGE, MEDIUM = 0.8, 0.5
 NEAR, MIDDLE, FAR = 0.25, 0.5, 0.75
 JITTER = (-1 / 32, 0.0, 0.0, 1 / 32)
 RELATIONS = {
@@ -109,50 +103,6 @@ DEFAULT_MIX = {
     for share, mix in ((0.5, T2I_MIX), (0.35, EDIT_MIX), (0.1, TWO_MIX), (0.05, THREE_MIX))
     for kind, weight in mix.items()
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Background:
-    """kind: one of BACKGROUND_KINDS; first and second index COLORS, where the kind has colours."""
-
-    kind: str
-    first: int = WHITE
-    second: int = WHITE
-    mirrored: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """x, y: the centre as a share of width and height. size: the box as a share of the short side."""
-
-    concept: int
-    style: int
-    x: float
-    y: float
-    size: float
-    flip: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    background: Background
-    objects: tuple[Placed, ...]
-    black_and_white: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """kind: a key of one of the mixes. edit: the same for records with references, None for text to image.
-
-    named: the concepts that the caption speaks of, in its order.
-    """
-
-    caption: str
-    target: Scene
-    references: tuple[Scene, ...]
-    kind: str
-    edit: str | None
-    named: tuple[int, ...]
 
 
 def sample_records(

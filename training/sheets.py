@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from portable_dit.engine import Engine
+from portable_dit.evaluation.builtin.judge import label
+from portable_dit.evaluation.builtin.scenes import Record
 from training.gates import contact_sheet, draw, fixed_cases
-from training.judge import label
 from training.paint import EnginePainter
 from training.render import Atlas
-from training.scenes import EDIT_MIX, THREE_MIX, Concepts, Record
+from training.scenes import EDIT_MIX, THREE_MIX, Concepts
 from training.shipped import IMAGES
 
 SIZE, SEED = 512, 11

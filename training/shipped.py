@@ -6,7 +6,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ROOT / "portable_dit" / "models" / "h3_mini"
-CASES = ROOT / "tests" / "data" / "gates"
 GOLDEN = ROOT / "tests" / "data" / "golden"
 IMAGES = ROOT / "docs" / "images"
 FIGURES = ROOT / "docs" / "h3-mini"

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from portable_dit.evaluation.builtin.scenes import STYLES
 from training.render import Atlas
-from training.scenes import EDIT_MIX, STYLES, T2I_MIX, THREE_MIX, TWO_MIX, Concepts, sample_records
+from training.scenes import EDIT_MIX, T2I_MIX, THREE_MIX, TWO_MIX, Concepts, sample_records
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from portable_dit.models.h3_image.config import VAEConfig
 from portable_dit.models.h3_image.vae import ImageVAE, ResBlock
+from portable_dit.pixels import to_pixels
 from training.capture import compiled
 from training.checkpoint import has_set, load_set, read_index, save_set
 from training.feed import Feed, FeedKind
@@ -244,7 +245,7 @@ class VAEStage:
             outputs = torch.cat(
                 [vae.decode(vae.encode(part, max_tiles=64), max_tiles=64) for part in inputs.split(32)]
             )
-            out = outputs.permute(0, 3, 1, 2).float() / 255
+            out = to_pixels(outputs).permute(0, 3, 1, 2).float() / 255
             border, inside = gradient_errors(out - pictures)
             values = psnr(out, pictures)
             result[str(side)] = {

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from portable_dit.engine import Engine
 from portable_dit.models.spec import Model
+from portable_dit.pixels import to_pixels
 from portable_dit.request import parse_size
 from portable_dit.sampling import denoise
 from portable_dit.tiles import run_tiles
@@ -44,7 +45,7 @@ def measure(model: Model, width: int, height: int, rounds: int) -> tuple[float, 
         singles = [drawn(noise) for noise in noises]
         end = time.perf_counter()
         latents = [*batch.split(1), *singles]
-        pictures = [model.decode(one, run=run_tiles, tile_batch=1) for one in latents]
+        pictures = [to_pixels(model.decode(one, run=run_tiles, tile_batch=1)) for one in latents]
         together.append(middle - begin)
         alone.append(end - middle)
         decoding.append((time.perf_counter() - end) / 2)

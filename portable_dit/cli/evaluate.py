@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json as json_text
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from portable_dit.cli.options import JsonFlag
 from portable_dit.errors import UserError
 
 BUILTIN = "builtin"
-REPOSITORY = Path(__file__).parents[2]
 
 
 def evaluate(
@@ -75,22 +73,14 @@ def evaluate(
 
 
 def _builtin(server: str | None, samples_per_type: int | None) -> dict[str, Any]:
-    """The gates of h3-mini, whose cases and scores lie in the repository beside the package."""
+    """The gates of h3-mini."""
     from portable_dit.server.client import Client
 
     if server is None:
         raise UserError("--server: missing. Start one with `portable-dit serve`, and give its URL.")
-    if not (REPOSITORY / "training" / "served.py").is_file():
-        raise UserError(
-            "--suite builtin: its cases and its judge are in the repository, not in the wheel. Run this from "
-            "a checkout with `pip install -e .`, or give --suite FILE and --judge URL."
-        )
-    if str(REPOSITORY) not in sys.path:
-        sys.path.append(str(REPOSITORY))
-    served = importlib.import_module("training.served")
-    draw = Client.of(server).draw
-    found: dict[str, Any] = served.evaluate_served(draw, samples_per_type=samples_per_type, on_case=_progress)
-    return found
+    from portable_dit.evaluation.builtin.gates import evaluate_served
+
+    return evaluate_served(Client.of(server).draw, samples_per_type=samples_per_type, on_case=_progress)
 
 
 def _by_rubric(

@@ -74,6 +74,7 @@ CASES: tuple[AttentionCase, ...] = (
 
 LSE_CASE = AttentionCase("joined_halves", rows=(60, 90), head_dim=64)
 HALF = 37  # keys of the first of two halves
+KEPT = 4 * len(CASES)  # inputs and results, for the next kernel: each dtype, and one way of rounding
 
 
 def check_attention(
@@ -161,7 +162,7 @@ def _check(
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def plain_result(case: AttentionCase, dtype: torch.dtype, rounds_to: str | None = None) -> Tensor:
     """What the plain body gives on the host, from inputs rounded as `AttentionKernel.rounds_to` says."""
     mask = build_mask(case, torch.device("cpu"))
@@ -184,6 +185,7 @@ def _rounded(x: Tensor, groups: int, to: str) -> Tensor:
     return (steps.to(dtype).float() * scale).view(x.shape).to(x.dtype)
 
 
+@lru_cache(maxsize=KEPT)
 def inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, Sq, N, D], k and v [B, Sk, Nkv, D] on the host, the same on every machine."""
     generator = torch.Generator().manual_seed(1)
@@ -219,7 +221,7 @@ def build_mask(case: AttentionCase, device: torch.device) -> Mask:
     return NO_MASK
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def oracle(case: AttentionCase, dtype: torch.dtype) -> Tensor:
     """float64 attention on the host, [B, Sq, N, D]; spells the masks out again, without masks.py."""
     q, k, v = (t.double() for t in inputs(case, dtype))

@@ -1,7 +1,7 @@
 """Cases of a mixture's experts: who is chosen, their layers, plain and quantised, and the sum they give.
 
-The oracle is each expert's weight, decoded, times the rows that are its own, one row after the other, in
-float64. How rows fall to experts is part of a case: evenly, all to one, or none to some.
+The oracle is each expert's weight, decoded, times the rows that are its own, in float64. How rows fall to
+experts is part of a case: evenly, all to one, or none to some.
 
 Letters: M rows, R rows ordered by expert, E experts, N out features, K in features, k choices of a row.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from portable_dit import ops
 from portable_dit.backend import Backend, EmulatedLinear, ExpertKernel, FusedOp, LinearKernel
 from portable_dit.capabilities import Capabilities, Device, ExpertRequest, FusionRequest
 from portable_dit.conformance.outcome import REPEATS, Outcome, judge
-from portable_dit.formats import decode, encode
+from portable_dit.formats import Encoded, decode, encode
 from portable_dit.ops import Dispatch
 from portable_dit.plugins import attempt
 
@@ -91,10 +92,20 @@ def inputs(case: ExpertCase) -> tuple[Tensor, Tensor, Dispatch]:
 
 
 def oracle(x: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
-    """float64 [R, N], row by row."""
-    rows = x if dispatch.rows is None else x[dispatch.rows]
+    """float64 [R, N]. Who owns a row is found for each row by itself."""
+    rows = (x if dispatch.rows is None else x[dispatch.rows]).double()
     owner = torch.searchsorted(dispatch.ends, torch.arange(len(rows)), right=True)
-    return torch.stack([weight[e].double() @ row.double() for e, row in zip(owner, rows, strict=True)])
+    out = rows.new_zeros(len(rows), weight.shape[1])
+    for expert, own in enumerate(weight.double()):
+        out[owner == expert] = rows[owner == expert] @ own.T
+    return out
+
+
+@lru_cache(maxsize=2 * len(CASES))
+def _stored(case: ExpertCase, format: str) -> tuple[tuple[Encoded, ...], Tensor]:
+    """The weight as it is stored, expert by expert, and float32 [E, N, K] that this stands for."""
+    encoded = tuple(encode(one, format) for one in inputs(case)[1])
+    return encoded, torch.stack([decode(one) for one in encoded])
 
 
 def _quantized(
@@ -114,22 +125,23 @@ def _quantized(
         return Outcome(op, kernel.id, case.name, dtype, "not_claimed", reject.detail)
     x, weight, dispatch = inputs(case)
     x = x.to(getattr(torch, dtype))
-    encoded = [encode(one, name) for one in weight]
+    encoded, decoded = _stored(case, name)
+    encoded_there = tuple(encode(one.to(device.torch_device), name) for one in weight)
     plain = ExpertKernel(EmulatedLinear(name) if kernel.linear.quantizes_input else LinearKernel(name))
 
-    def packed(one: ExpertKernel, place: str) -> dict[str, Tensor]:
-        each = [one.pack(encode(w.to(place), name), x.dtype) for w in weight]
+    def packed(one: ExpertKernel, experts: Sequence[Encoded]) -> dict[str, Tensor]:
+        each = [one.pack(expert, x.dtype) for expert in experts]
         return {key: torch.stack([p[key] for p in each]) for key in each[0]}
 
-    ours, raised = attempt(lambda: packed(kernel, device.torch_device))
+    ours, raised = attempt(lambda: packed(kernel, encoded_there))
     if ours is None:
         return Outcome(op, kernel.id, case.name, dtype, "fail", f"pack raised {raised}")
     there, x_there = _at(dispatch, device), x.to(device.torch_device)
-    theirs, at_home = packed(plain, device.torch_device), packed(plain, "cpu")
+    theirs, at_home = packed(plain, encoded_there), packed(plain, encoded)
     return judge(
         lambda: kernel.apply(x_there, ours, there, case.out_features),
         lambda: plain.apply(x_there, theirs, there, case.out_features),
-        oracle(x, torch.stack([decode(one) for one in encoded]), dispatch),
+        oracle(x, decoded, dispatch),
         plain_on_host=lambda: plain.apply(x, at_home, dispatch, case.out_features),
         op=op,
         kernel=kernel.id,
@@ -203,9 +215,7 @@ def _combined(
     return judge(
         lambda: op.run(*here),
         lambda: ops.combine_experts(*here),
-        torch.stack(
-            [share.double() @ x[place].double() for place, share in zip(places, shares, strict=True)]
-        ),
+        torch.einsum("rk,rkn->rn", shares.double(), x.double()[places]),
         plain_on_host=lambda: ops.combine_experts(x, places, shares),
         op=op.op,
         kernel=op.id,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from portable_dit.backend import Backend, EmulatedLinear, LinearKernel
 from portable_dit.capabilities import Capabilities, Device, LinearRequest
 from portable_dit.conformance.outcome import REPEATS, Outcome, Promises, judge
-from portable_dit.formats import decode, encode
+from portable_dit.formats import Encoded, decode, encode
 from portable_dit.plugins import attempt
 
 
@@ -67,8 +68,7 @@ def check_encoding(format: str, backend: Backend, device: Device) -> list[Outcom
 
 
 def _encoding_trouble(format: str, device: Device, case: LinearCase) -> str | None:
-    weight = inputs(case)[1]
-    here, there = encode(weight, format), encode(weight.to(device.torch_device), format)
+    here, there = _stored(case, format), encode(inputs(case)[1].to(device.torch_device), format)
     for what, a, b in (("values", here.values, there.values), ("scales", here.scales, there.scales)):
         if a is None or b is None:
             continue
@@ -95,7 +95,7 @@ def _check(
     torch_dtype: torch.dtype = getattr(torch, dtype)
     x, weight, bias = inputs(case)
     x, bias = x.to(torch_dtype), None if bias is None else bias.to(torch_dtype)
-    encoded = encode(weight, name)
+    encoded = _stored(case, name)
     wanted = x.double() @ decode(encoded).double().T + (0.0 if bias is None else bias.double())
     on_device = encode(weight.to(device.torch_device), name)
     x_there, bias_there = x.to(device.torch_device), None if bias is None else bias.to(device.torch_device)
@@ -117,6 +117,12 @@ def _check(
         device=device,
         repeats=repeats,
     )
+
+
+@lru_cache(maxsize=2 * len(CASES))
+def _stored(case: LinearCase, format: str) -> Encoded:
+    """The weight as it is stored."""
+    return encode(inputs(case)[1], format)
 
 
 def inputs(case: LinearCase) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -349,7 +349,7 @@ class Model(Protocol):
         ...
 
     def decode(self, latents: Tensor, *, run: TileRunner, tile_batch: int = TILE_BATCH) -> Tensor:
-        """Latents [1, C, h, w] float32 -> pixels uint8 [H, W, 3] on the device, perhaps a view of [3, H, W].
+        """Latents [1, C, h, w] float32 -> the picture's values [3, H, W], 0 .. 1 and a little beyond.
 
         run: calls the network on all tiles, which have one shape, at most `tile_batch` at once; 0 = there is
         one tile, the whole picture.
@@ -357,7 +357,7 @@ class Model(Protocol):
         ...
 
     def preview(self, latents: Tensor) -> Tensor:
-        """A cheap small picture of half-denoised latents: uint8 [h, w, 3]."""
+        """A cheap small picture of half-denoised latents: values [3, h, w], 0 .. 1 and a little beyond."""
         ...
 
 

@@ -26,13 +26,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from portable_dit.drawing import Drawing
 from portable_dit.errors import OutputError
 from portable_dit.loading import Setup
 from portable_dit.models.spec import Denoiser, Model
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Result
-from portable_dit.workers import RankReport
 from portable_dit.workers.inline import ThisProcess
 
 MAX_EVENTS = 1_000_000  # some 150 MB of trace
@@ -91,20 +89,14 @@ class Profiler:
         self._events.clear()
 
 
-class ProfiledProcess:
-    """This process as the worker of an engine, measured part by part. See `workers.Workers`."""
-
-    replicas = 1
-    leads = True
-    reports: tuple[RankReport, ...] = ()
+class ProfiledProcess(ThisProcess):
+    """This process as the worker of an engine, measured part by part."""
 
     def __init__(self, setup: Setup, profiler: Profiler, on_bytes: Callable[[str, int, int], None]) -> None:
-        self._setup = setup
+        super().__init__(setup, on_component=lambda name: None, on_bytes=on_bytes)
         self._profiler = profiler
-        self._process = ThisProcess(setup, on_component=lambda name: None, on_bytes=on_bytes)
-        loaded = self._process.loaded
-        assert loaded is not None
-        self._loaded = replace(loaded, model=cast(Model, _ProfiledModel(loaded.model, profiler)))
+        assert self.loaded is not None
+        self.loaded = replace(self.loaded, model=cast(Model, _ProfiledModel(self.loaded.model, profiler)))
 
     def draw(
         self,
@@ -114,12 +106,9 @@ class ProfiledProcess:
         previews: bool,
     ) -> Result:
         try:
-            return Drawing(self._setup, self._loaded, request, emit, cancelled, previews).run()
+            return super().draw(request, emit, cancelled, previews)
         finally:
             self._profiler.end_request(f"{request.width}x{request.height}, {request.steps} steps")
-
-    def close(self) -> None:
-        self._process.close()
 
 
 class _ProfiledModel:

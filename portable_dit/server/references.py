@@ -13,6 +13,8 @@ from portable_dit.server.refusal import ApiError
 from portable_dit.server.remote import Fetcher
 from portable_dit.server.settings import Limits
 
+JPEG, START_OF_SCAN = b"\xff\xd8", b"\xff\xda"  # the latter stands in no coded data, by JPEG's rules
+MOST_SCANS = 64  # progressive files have some 10, and their thumbnails as many
 DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32}(?:;[a-z0-9=.-]{1,64})*;base64,", re.IGNORECASE)
 
 
@@ -36,10 +38,19 @@ def bytes_of(reference: str, fetcher: Fetcher, *, param: str, limits: Limits) ->
         ) from error
 
 
-def check_sizes(files: Sequence[bytes], limits: Limits) -> None:
-    """Refuses references that would take too much memory to decode, by their headers alone."""
+def check_files(files: Sequence[bytes], limits: Limits) -> None:
+    """Refuses references that would take too much memory or time to decode, before any is decoded."""
     total = 0
     for number, file in enumerate(files, 1):
+        scans = file.count(START_OF_SCAN) if file.startswith(JPEG) else 0
+        if scans > MOST_SCANS:
+            raise ApiError(
+                400,
+                f"reference {number}: a JPEG of {scans:,} scans, each a pass over the whole picture; at most "
+                f"{MOST_SCANS} are decoded. Save it again as a usual JPEG, or as PNG.",
+                code="invalid_image",
+                param="image",
+            )
         try:
             width, height = read_size(file, name=f"reference {number}")
         except ImageError as error:

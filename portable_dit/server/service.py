@@ -23,7 +23,7 @@ from portable_dit.server.job_store import JobStore
 from portable_dit.server.messages import Load, LoadFailed
 from portable_dit.server.metrics import Metrics
 from portable_dit.server.queue import FairQueue
-from portable_dit.server.references import check_sizes
+from portable_dit.server.references import check_files
 from portable_dit.server.refusal import CLIENT_LEFT, ApiError, refusal_of
 from portable_dit.server.remote import Fetcher
 from portable_dit.server.replica import Replica
@@ -177,7 +177,7 @@ class Service:
         return resolved
 
     def _resolve(self, request: Request, references: Sequence[bytes]) -> ResolvedRequest:
-        check_sizes(references, self.settings.limits)
+        check_files(references, self.settings.limits)
         try:
             return resolve_request(request, self.recipe, self.spec, strict=self.settings.strict)
         except PortableDitError as error:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import struct
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from portable_dit.errors import RecipeError, UserError
 from portable_dit.recipe import Recipe
 from portable_dit.server.app import create_app
 from portable_dit.server.messages import LoadFailed
 from portable_dit.server.service import Service
-from portable_dit.server.settings import Settings
+from portable_dit.server.settings import Limits, Settings
 
+LEAST_READ_BYTES = 16 * 1024  # in each read_seconds, of a caller that is slow to read its answer
+FORGET = struct.pack("ii", 1, 0)  # on closing, what the system still holds for the caller is thrown away
 LAST_WORDS_SECONDS = 10  # for answers that are being sent when the server has nothing left to draw
 
 
@@ -40,7 +43,7 @@ def serve(
         app,
         host=settings.host,
         port=settings.port,
-        http=_protocol(settings.limits.header_seconds),
+        http=_protocol(settings.limits),
         ws="none",
         loop="asyncio",
         log_config=None,
@@ -119,16 +122,62 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _protocol(header_seconds: float) -> type[H11Protocol]:
-    """uvicorn's HTTP, with an end to connections that never say what they want."""
+def _protocol(limits: Limits) -> type[H11Protocol]:
+    """uvicorn's HTTP, with an end to connections that never say what they want, or do not read the answer."""
 
     class Impatient(H11Protocol):
+        head_timer: asyncio.TimerHandle | None = None
+        last: RequestResponseCycle | None = None  # the request before the head that is awaited
+        read_timer: asyncio.TimerHandle | None = None
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.loop.call_later(header_seconds, self._close_if_silent)
+            self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:
+                self._await_head()  # of a further request, which has begun and is not whole
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            for timer in (self.head_timer, self.read_timer):
+                if timer is not None:
+                    timer.cancel()
+
+        def _await_head(self) -> None:
+            if self.head_timer is not None:
+                if self.last is self.cycle:
+                    return  # since the first byte of it
+                self.head_timer.cancel()
+            self.last = self.cycle
+            self.head_timer = self.loop.call_later(limits.header_seconds, self._close_if_silent)
 
         def _close_if_silent(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
+            self.head_timer = None
+            if self.cycle is self.last:
                 self.transport.close()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._await_reader()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self.read_timer is not None:
+                self.read_timer.cancel()
+
+        def _await_reader(self) -> None:
+            unread = self.transport.get_write_buffer_size()
+            self.read_timer = self.loop.call_later(limits.read_seconds, self._drop_if_not_read, unread)
+
+        def _drop_if_not_read(self, before: int) -> None:
+            # Nothing is written meanwhile: what is gone was read. To close would wait for the reader.
+            if before - self.transport.get_write_buffer_size() < LEAST_READ_BYTES:
+                own = self.transport.get_extra_info("socket")
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGET)
+                self.transport.abort()
+            else:
+                self._await_reader()
 
     return Impatient

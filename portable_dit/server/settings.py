@@ -18,7 +18,8 @@ class Limits:
     """What one request and the queue as a whole may ask for; beyond it a request is refused at once.
 
     body_bytes, body_seconds: of a request's body, and how long it may take to arrive. header_seconds: how
-    long a connection may take to say what it wants. images: of one request. pixels: of one picture, None =
+    long a connection may take to say what it wants. read_seconds: how long a caller may take to read 16 KiB
+    of its answer. images: of one request. pixels: of one picture, None =
     what the model draws. reference_pixels: of all references of a request together, as they are stored.
     queue: requests that wait; of one client, half of them while others wait too. queue_pixels: pixels that
     all waiting requests will draw. deadline_seconds: from acceptance to the answer.
@@ -27,6 +28,7 @@ class Limits:
     body_bytes: int = 96 * MIB
     body_seconds: float = 60.0
     header_seconds: float = 5.0
+    read_seconds: float = 30.0
     connections: int = 512
     images: int = 10
     pixels: int | None = None

@@ -49,7 +49,7 @@ class Ticket:
         self.progress: Stepped | None = None
         self.previews: dict[int, tuple[Stepped, bytes]] = {}  # by count, the latest only
         self._count = itertools.count()
-        self._changed = asyncio.Event()
+        self._changed, self._ended = asyncio.Event(), asyncio.Event()
         self._cancellers: list[Callable[[], None]] = []
 
     @property
@@ -88,6 +88,7 @@ class Ticket:
         if not self.is_over:
             self.files.sort(key=lambda file: file.seed)  # picture k has seed + k
             self.summary, self.status = summary, "finished"
+            self._ended.set()
             self._tell()
 
     def fail(self, failure: ApiError) -> None:
@@ -96,6 +97,7 @@ class Ticket:
             self.failure = failure
             self.status = "cancelled" if failure.code == "cancelled" else "failed"
             self.files.clear()
+            self._ended.set()
             self._tell()
 
     def cancel(self, reason: ApiError) -> None:
@@ -115,9 +117,8 @@ class Ticket:
             await changed.wait()
 
     async def wait(self) -> None:
-        """Until it is over."""
-        async for _ in self.changes():
-            pass
+        """Until it is over; no step in between wakes who waits."""
+        await self._ended.wait()
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -3,9 +3,9 @@
     python -m portable_dit.server.worker FD
 
 Apart from the server, so that what kills a device driver kills no server. The main thread reads messages and
-answers pings, one for each replica of the engine draws, and one encodes files, so that the file of one
-request is made while the next is drawn. The process ends when the server's end of the socket is closed,
-however that came about.
+answers pings, one for each replica of the engine waits for a request's pictures, and one encodes files, so
+that the file of one request is made while the next is drawn. The process ends when the server's end of the
+socket is closed, however that came about.
 """
 
 from __future__ import annotations
@@ -76,31 +76,19 @@ class Worker:
         except UserError as error:
             self.send(LoadFailed(str(error), error.exit_code))
             return
-        assert self.engine.workers is not None
-        places = self.engine.workers.replicas
+        places = self.engine.places
+        self.drawing = ThreadPoolExecutor(places, thread_name_prefix="request")
         self.send(Loaded(time.perf_counter() - start, places, facts_of(self.engine.setup)))
         while True:
             self.obey(self.connection.recv())
 
     def load(self, order: Load) -> Engine:
-        """The engine, and the threads that draw. Raises UserError.
-
-        OpenMP keeps threads for every thread that computes, and two such teams on the same cores wait for
-        each other: a denoise step took 1.7 times as long where one thread had loaded and another drew. So
-        where this process draws, the thread that draws loads.
-        """
-        setup = set_up(order.recipe, strict=order.strict)
-        self.drawing = ThreadPoolExecutor(setup.plan.layout.data, thread_name_prefix="drawing")
-        if setup.plan.executor == "inline":
-            return self.drawing.submit(self.make_engine, order, setup).result()
-        return self.make_engine(order, setup)
-
-    def make_engine(self, order: Load, setup: Setup) -> Engine:
-        """The engine, profiled when that is wanted."""
+        """The engine, profiled when that is wanted. Raises UserError."""
 
         def tell(name: str, done: int, total: int) -> None:
             self.send(Loading(name, done, total))
 
+        setup = set_up(order.recipe, strict=order.strict)
         if order.profile is None:
             return Engine.load(setup, on_bytes=tell)
         from portable_dit.server.profiler import ProfiledProcess, Profiler

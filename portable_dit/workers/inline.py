@@ -1,8 +1,9 @@
-"""The worker that is this process: one device, nothing started."""
+"""The worker that is this process: one device, nothing started but the thread that draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from portable_dit.drawing import Drawing, memory_explained
 from portable_dit.loaded import LoadedModel
@@ -10,6 +11,7 @@ from portable_dit.loading import Setup, load_model
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Result
 from portable_dit.workers import RankReport
+from portable_dit.workers.thread import DrawingThread, Tell
 
 
 class ThisProcess:
@@ -27,8 +29,15 @@ class ThisProcess:
         on_bytes: Callable[[str, int, int], None],
     ) -> None:
         self._setup = setup
-        with memory_explained(setup, "loading", ""):
-            self.loaded: LoadedModel | None = load_model(setup, on_component=on_component, on_bytes=on_bytes)
+        self._thread = DrawingThread()
+
+        def load(tell: Tell) -> LoadedModel:
+            with memory_explained(setup, "loading", ""):
+                return load_model(
+                    setup, on_component=partial(tell, on_component), on_bytes=partial(tell, on_bytes)
+                )
+
+        self.loaded: LoadedModel | None = self._thread.call(load)
 
     def draw(
         self,
@@ -37,10 +46,17 @@ class ThisProcess:
         cancelled: Callable[[], bool],
         previews: bool,
     ) -> Result:
-        assert self.loaded is not None
-        return Drawing(self._setup, self.loaded, request, emit, cancelled, previews).run()
+        def work(tell: Tell) -> Result:
+            assert self.loaded is not None
+            return Drawing(self._setup, self.loaded, request, partial(tell, emit), cancelled, previews).run()
+
+        return self._thread.call(work)
 
     def close(self) -> None:
+        self._thread.call(self._release)
+        self._thread.end()
+
+    def _release(self, tell: Tell) -> None:
         loaded, self.loaded = self.loaded, None
         if loaded is not None:
             loaded.release()

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import ray as untyped_ray
@@ -46,6 +47,7 @@ class RankActor:
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         self._pulse = Pulse()
         self._thread = 0
+        self._drawing = ThreadPoolExecutor(1, thread_name_prefix="drawing")  # see `workers.thread`
         self._stop = threading.Event()
         self._rank: Rank | None = None
         self._store: Any = None
@@ -78,7 +80,6 @@ class RankActor:
         self._stop.clear()
 
         def work(tell: Callable[[Any], None]) -> Result:
-            rank.setup.backend.activate(rank.setup.device)  # a thread has a current device of its own
             result = rank.draw(request, lambda event: tell(Told(event)), self._stop.is_set, previews)
             return replace(result, images=())  # they were told as they came
 
@@ -93,36 +94,21 @@ class RankActor:
         return Alive(self._pulse.count, self._pulse.doing, innermost_line(frame) if frame else "")
 
     def _told(self, work: Callable[[Callable[[Any], None]], Any]) -> Iterator[Any]:
-        """What the work tells while a thread does it, then what it gives; an error of ours is told too."""
+        """What the work tells while the drawing thread does it, then what it gives, or an error of ours."""
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        raised: list[BaseException] = []
 
-        def run() -> None:
+        def run() -> Any:
             self._thread = threading.get_ident()
             try:
-                told.put(_End(work(told.put)))
+                return work(told.put)
             except PortableDitError as error:
-                told.put(_End(Failed(f"{type(error).__name__}: {error}", "", error, waits=False)))
-            finally:
-                raised.extend(filter(None, [sys.exc_info()[1]]))
-                told.put(None)
+                return Failed(f"{type(error).__name__}: {error}", "", error, waits=False)
 
-        thread = threading.Thread(target=run, name="drawing", daemon=True)
-        thread.start()
+        done = self._drawing.submit(run)
+        done.add_done_callback(lambda done: told.put(None))
         while (value := told.get()) is not None:
-            if isinstance(value, _End):
-                yield value.value
-                return
             yield value
-        thread.join()
-        raise raised[0] if raised else RankError("the rank's thread ended without a word")
-
-
-@dataclass(frozen=True, eq=False)
-class _End:
-    """The last thing that a rank says of a task."""
-
-    value: Any
+        yield done.result()
 
 
 class ActorGroup:

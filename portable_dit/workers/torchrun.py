@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from portable_dit.result import Drawn, Event, Result
 from portable_dit.workers import RankReport
 from portable_dit.workers.rank import Rank, Task
 from portable_dit.workers.replicas import joined, moved
+from portable_dit.workers.thread import DrawingThread, Tell
 
 V = TypeVar("V")
 WORD = "portable_dit.failed"
@@ -58,9 +60,14 @@ class OneOfMany:
             setup.recipe, setup.strict, self._rank, int(os.environ["LOCAL_RANK"]), replicas=layout.data
         )
         self._pulse = Pulse()
+        self._thread = DrawingThread()
+
+        def load(tell: Tell) -> tuple[Rank, RankReport]:
+            rank = Rank(task, store=self._store, pulse=self._pulse)
+            return rank, rank.load(partial(tell, on_component), partial(tell, on_bytes))
+
         with self._named("loading"):
-            self._worker = Rank(task, store=self._store, pulse=self._pulse)
-            report = self._worker.load(on_component, on_bytes)
+            self._worker, report = self._thread.call(load)
             self._everyone = dist.new_group(backend="gloo", timeout=limit)
             self.reports: tuple[RankReport, ...] = tuple(self._gathered(report))
 
@@ -83,7 +90,9 @@ class OneOfMany:
             part = None
             if images:
                 share = replace(request, seed=request.seed + first, images=images)
-                part = self._worker.draw(share, tell, cancelled, previews)
+                part = self._thread.call(
+                    lambda soon: self._worker.draw(share, partial(soon, tell), cancelled, previews)
+                )
             parts = [result for result in self._gathered(part) if result is not None and result.images]
         if self.leads:
             whole = joined(parts)
@@ -93,7 +102,8 @@ class OneOfMany:
         return self._nothing() if part is None else replace(part, images=())
 
     def close(self) -> None:
-        self._worker.leave()
+        self._thread.call(lambda tell: self._worker.leave())
+        self._thread.end()
 
     def _gathered(self, value: V) -> list[V]:
         """Everyone's value on rank 0, none elsewhere."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 
 from portable_dit.engine import Engine
+from portable_dit.evaluation.builtin.cases import CASES, Cases, load_cases
+from portable_dit.evaluation.builtin.scores import psnr
 from portable_dit.loading import set_up
 from training.branch_check import (
     FAULTS,
@@ -23,10 +25,7 @@ from training.branch_check import (
     wishes,
     worst,
 )
-from training.cases import Cases, load_cases
-from training.gates import psnr
 from training.paint import paint_cases
-from training.shipped import CASES
 
 BRANCHES = ("attention", "mlp")
 computes_bfloat16 = pytest.mark.skipif(

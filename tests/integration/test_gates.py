@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from portable_dit.engine import Engine
-from training.branch_check import swap_two_query_heads
-from training.cases import Case, Cases, as_tensor, load_cases
-from training.gates import (
+from portable_dit.evaluation.builtin.cases import CASES, Case, Cases, as_tensor, load_cases
+from portable_dit.evaluation.builtin.judge import judge_images, label
+from portable_dit.evaluation.builtin.scores import (
     EDIT_GATES,
     T2I_GATES,
     UNTOUCHED_DB,
@@ -25,12 +25,11 @@ from training.gates import (
     attribute_right,
     concepts_right,
     score_edits,
-    score_multi,
     score_t2i,
 )
-from training.judge import judge_images, label
+from training.branch_check import swap_two_query_heads
+from training.gates import score_multi
 from training.paint import paint_cases
-from training.shipped import CASES
 
 # Gates that these weights miss on this subset; the strict xfail tells when one of them begins to hold.
 OPEN = {
@@ -50,12 +49,6 @@ def engine():
         yield loaded
 
 
-def measure_t2i(engine: Engine, cases: Cases) -> dict[str, Score]:
-    some = cases.where(lambda case: not case.references)
-    records, held_out = [case.record for case in some], [case.held_out for case in some]
-    return score_t2i(records, paint_cases(engine, some, size=256), cases.judge, held_out=held_out)
-
-
 def edits_of(cases: Cases) -> tuple[Case, ...]:
     return cases.where(lambda case: len(case.references) == 1)
 
@@ -70,8 +63,17 @@ def show(name: str, score: Score) -> str:
 
 
 @pytest.fixture(scope="module")
-def t2i(engine: Engine, cases: Cases) -> dict[str, Score]:
-    return measure_t2i(engine, cases)
+def painted(engine: Engine, cases: Cases) -> dict[str, Tensor]:
+    """The pictures of all prompts without references, at 256 pixels, by the id of their case."""
+    some = cases.where(lambda case: not case.references)
+    return {case.id: one for case, one in zip(some, paint_cases(engine, some, size=256), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def t2i(cases: Cases, painted: dict[str, Tensor]) -> dict[str, Score]:
+    some = [case for case in cases.cases if case.id in painted]
+    records, held_out = [case.record for case in some], [case.held_out for case in some]
+    return score_t2i(records, torch.stack(list(painted.values())), cases.judge, held_out=held_out)
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +126,15 @@ def test_several_references_come_together_in_one_picture(engine: Engine, cases: 
         assert right >= least, attribute
 
 
-def test_at_512_pixels_at_most_one_more_picture_is_wrong(engine: Engine, cases: Cases) -> None:
+def test_at_512_pixels_at_most_one_more_picture_is_wrong(
+    engine: Engine, cases: Cases, painted: dict[str, Tensor]
+) -> None:
     singles = cases.where(lambda case: case.record.kind == "single" and not case.held_out)[:4]
     pairs = cases.where(lambda case: case.record.kind == "pair" and not case.held_out)[:3]
     some = (*singles, *pairs)
     wrong = {}
-    for size in (256, 512):
-        images = paint_cases(engine, some, size=size)
+    at_256 = torch.stack([painted[case.id] for case in some])
+    for size, images in {256: at_256, 512: paint_cases(engine, some, size=512)}.items():
         labels = label([case.record.target for case in some])
         _, concept, _ = judge_images(cases.judge, images)
         first, both = concepts_right(concept, labels)

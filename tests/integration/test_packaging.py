@@ -58,6 +58,31 @@ def test_the_wheel_is_small_enough_to_ship_with_its_model(wheel):
     assert Path(wheel.filename).stat().st_size <= MAX_WHEEL_BYTES
 
 
+BUILTIN_SUITE = """
+import sys
+import portable_dit
+from portable_dit.evaluation.builtin.cases import CASES, load_cases
+from portable_dit.evaluation.builtin.gates import evaluate_served
+assert portable_dit.__file__.startswith(sys.argv[1])
+print(len(load_cases(CASES).cases), "training" in sys.modules)
+"""
+
+
+def test_the_built_in_suite_needs_the_wheel_alone(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILTIN_SUITE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    cases, trained = done.stdout.split()
+    assert int(cases) > 150
+    assert trained == "False"
+
+
 def test_everybody_may_read_what_the_wheel_installs_and_nothing_is_a_link(wheel):
     for member in wheel.infolist():
         mode = member.external_attr >> 16

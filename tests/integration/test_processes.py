@@ -43,6 +43,50 @@ def test_ctrl_c_in_the_middle_exits_130_and_leaves_only_whole_files(tiny_recipe,
     assert written == [line.rsplit("/", 1)[1] for line in (first + rest).split()]
 
 
+STUCK = """
+import sys, time
+from portable_dit.backend import API_VERSION
+from portable_dit.cpu import CpuBackend
+from portable_dit.hooks import hookimpl
+
+class Backend(CpuBackend):
+    id = "stuck"
+    api_version = API_VERSION
+    calls = 0
+
+    def synchronize(self, device):
+        self.calls += 1
+        if self.calls == 5:  # after loading and some stages: in a step
+            print("stuck", flush=True)
+            time.sleep(600)
+
+@hookimpl
+def portable_dit_backends():
+    return [Backend()]
+"""
+
+
+def test_ctrl_c_ends_the_process_though_a_step_goes_on_and_on(tiny_recipe, tmp_path, shelf):
+    """A step of a large model may take minutes, and a thread cannot be stopped inside a kernel."""
+    shelf.install("stuck", STUCK)
+    process = subprocess.Popen(
+        [*COMMAND, "run", "--recipe", str(tiny_recipe), "--set", "device.backend=stuck", "-p", "a red apple"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**ENVIRONMENT, "PYTHONPATH": str(shelf.folder)},
+        cwd=tmp_path,
+    )
+    try:
+        assert process.stdout.readline() == "stuck\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert list(tmp_path.glob("*.png")) == []
+
+
 # Ctrl-C by the process itself, at a moment that a clock would not hit: when it imports a module, or ends.
 INTERRUPTED_AT = """
 import atexit, os, signal, sys

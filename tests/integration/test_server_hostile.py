@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from server_process import Answer, RunningServer, eventually, running
 
 KEY = "a-key-that-nobody-guesses"
 JSON = "application/json"
-PATIENCE = 5.0  # seconds; one is the promise, and others may use the machine too
+TRIES = 3  # to be answered within the second that is promised, on a machine that others use too
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,37 @@ def edit(server: RunningServer, body: bytes, *, kind: str = "multipart/form-data
     return server.post("/v1/images/edits", body, headers={"Content-Type": kind})
 
 
+def many_scans() -> bytes:
+    """A progressive JPEG that says its last scan again and again: each costs a pass over all pixels."""
+    out = io.BytesIO()
+    Image.new("L", (2048, 2048), 128).save(out, "JPEG", progressive=True)
+    whole = out.getvalue()
+    last, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
+    return whole[:end] + whole[last:end] * 5_000 + whole[end:]
+
+
+def long_text() -> bytes:
+    """A PNG of 64x64 whose comment unpacks to 200 MB."""
+    body = b"Comment\0\0" + zlib.compress(b"\0" * 200_000_000)
+    chunk = struct.pack(">I", len(body)) + b"zTXt" + body + struct.pack(">I", zlib.crc32(b"zTXt" + body))
+    whole = small()
+    return whole[:33] + chunk + whole[33:]  # behind the header
+
+
 def small() -> bytes:
     out = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(out, "PNG")
     return out.getvalue()
+
+
+def within_a_second(ask: Callable[[], Answer]) -> Answer:
+    """The answer, which came within a second."""
+    for _ in range(TRIES):
+        begin = time.monotonic()
+        answer = ask()
+        if time.monotonic() - begin < 1:
+            return answer
+    raise AssertionError(f"over a second, {TRIES} times: {answer.body[:300]!r}")
 
 
 GENERATIONS = {
@@ -117,12 +144,10 @@ GENERATIONS = {
 
 @pytest.mark.parametrize("name", GENERATIONS)
 def test_a_bad_generation_is_refused_within_a_second(server, name):
-    begin = time.monotonic()
-    answer = server.draw(**GENERATIONS[name])
+    answer = within_a_second(lambda: server.draw(**GENERATIONS[name]))
     assert 400 <= answer.status < 500, answer.body[:300]
     assert answer.error["message"]
     assert answer.error["type"] == "invalid_request_error"
-    assert time.monotonic() - begin < PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -144,11 +169,9 @@ def test_a_bad_generation_is_refused_within_a_second(server, name):
 )
 def test_a_bad_body_is_refused_within_a_second(server, name, body):
     for path in ("/v1/images/generations", "/v1/chat/completions", "/v1/jobs"):
-        begin = time.monotonic()
-        answer = server.post(path, body)
+        answer = within_a_second(lambda path=path: server.post(path, body))
         assert 400 <= answer.status < 500, (name, path, answer.body[:300])
         assert answer.error["type"] == "invalid_request_error"
-        assert time.monotonic() - begin < PATIENCE
 
 
 def test_a_body_of_another_kind_is_refused(server):
@@ -166,6 +189,8 @@ REFERENCES = {
     "a picture of no size": png(0, 0),
     "a picture cut short": small()[:60],
     "a picture with wrong bytes": small()[:40] + b"\xff" * 40,
+    "a JPEG of thousands of scans": many_scans(),
+    "a PNG with an endless comment": long_text(),
     "a text": b"<script>alert(1)</script>",
     "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
     "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
@@ -188,16 +213,14 @@ def test_a_bad_reference_is_refused_within_a_second(server, name):
         lambda: server.post("/v1/jobs", {"prompt": "a", "images": [data_url(data)]}),
         lambda: server.post("/v1/chat/completions", {"messages": [message]}),
     ):
-        begin = time.monotonic()
-        answer = ask()
+        answer = within_a_second(ask)
         assert answer.status == 400, answer.body[:300]
-        assert time.monotonic() - begin < PATIENCE
 
 
 def test_bombs_that_are_small_on_their_own_are_refused_together(server):
     data = bomb()
     assert len(data) < 300_000
-    answer = edit(server, form(data, data, prompt="a red apple"))
+    answer = within_a_second(lambda: edit(server, form(data, data, prompt="a red apple")))
     assert (answer.status, answer.error["code"]) == (400, "invalid_image")
     assert "together" in answer.error["message"]
 
@@ -222,11 +245,9 @@ def test_bombs_that_are_small_on_their_own_are_refused_together(server):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_bad_form_is_refused_within_a_second(server, name, body):
-    begin = time.monotonic()
-    answer = edit(server, body)
+    answer = within_a_second(lambda: edit(server, body))
     assert answer.status == 400, (name, answer.body[:300])
     assert answer.error["message"]
-    assert time.monotonic() - begin < PATIENCE
 
 
 def test_a_form_without_a_boundary_is_refused(server):
@@ -388,13 +409,6 @@ def test_keys_are_needed_where_they_are_given_and_are_never_logged(tiny_recipe, 
         )
     assert KEY not in everything
     assert KEY.encode() not in jobs.read_bytes()
-
-
-def test_a_connection_that_says_nothing_is_closed(server):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        begin = time.monotonic()
-        assert connection.recv(1) == b""
-        assert time.monotonic() - begin < 20
 
 
 def test_what_is_too_much_at_once_is_refused_and_then_goes_on(server):

@@ -12,7 +12,7 @@ The process is the vendor's from then on: torch has no way back. So it is always
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 MOVES = ("copy_", "_to_copy", "to")
@@ -175,13 +175,18 @@ def _block_of(host: Tensor, device: torch.device) -> _Block:
 class _Everywhere(TorchDispatchMode):
     """Sees operators without a tensor of the device too: those that make one."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and skipping would import the compiler: two seconds of every process."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(function, args, kwargs or {})
 
 
 def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls an operator or a vendor's body on host tensors; tensors that come back lie where they should."""
-    seen = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DeviceTensor)]
+    seen = [t for t in _tensors_in((*args, *kwargs.values())) if isinstance(t, DeviceTensor)]
     given = seen[0].device if seen else None
     target = given
     moves = name_of(function) in MOVES
@@ -199,11 +204,34 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kind = KINDS[(given or target).type]  # type: ignore[union-attr]
     _refuse(kind, function, args, seen)
     body = kind.operators.get(function, function)
-    host_args, host_kwargs = tree_map(_on_this_side, (args, kwargs))
+    host_args, host_kwargs = _on_the_host(args), _on_the_host(kwargs)
     host_kwargs.pop("pin_memory", None)
     # Wrappers of inference tensors cannot be viewed by torch's C++ side, so no tensor here is one.
     with torch.inference_mode(False), torch.no_grad():
         return _carry_out(kind, function, body, host_args, host_kwargs, args, target)
+
+
+# An operator's arguments are numbers, tensors, and tuples, lists and dicts of them. torch's own pytrees know
+# much more, and would take half of the time of every process on a mocked machine.
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors_in(value)
+        elif isinstance(value, dict):
+            found += _tensors_in(value.values())
+    return found
+
+
+def _on_the_host(value: Any) -> Any:
+    """Arguments with what stands for them on the host."""
+    if type(value) in (tuple, list):
+        return type(value)([_on_the_host(item) for item in value])
+    if type(value) is dict:
+        return {key: _on_the_host(item) for key, item in value.items()}
+    return _on_this_side(value)
 
 
 def _devices_named(args: Any, kwargs: Any) -> list[torch.device]:
@@ -260,7 +288,7 @@ def _carry_out(
     result = body(*host_args, **host_kwargs)
     if tape is not None:
         tape.add(body, host_args, host_kwargs, result)
-    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    tensors = _tensors_in(args)
     inputs = {id(_on_this_side(t)): t for t in tensors}
     this_side, other_side = (
         {
@@ -288,7 +316,7 @@ def _carry_out(
         shared = value.untyped_storage()._cdata in other_side
         return DeviceTensor(value.clone() if shared else value, target)
 
-    return tree_map(finished, result)
+    return finished(result) if isinstance(result, Tensor) else tree_map(finished, result)
 
 
 def _refuse(kind: Kind, function: Any, args: Any, seen: list[DeviceTensor]) -> None:
@@ -302,8 +330,8 @@ def _refuse(kind: Kind, function: Any, args: Any, seen: list[DeviceTensor]) -> N
         raise RuntimeError(f"Expected all tensors to be on the same device, found {places}")
     if name in MOVES or name in MAY_INDEX_FROM_HOST or not seen:
         return
-    for leaf in tree_leaves(args):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim() > 0:
+    for leaf in _tensors_in(args):
+        if not isinstance(leaf, DeviceTensor) and leaf.dim() > 0:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device: {name} got one on {seen[0].device} and one "
                 f"of {list(leaf.shape)} on the host"

@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,7 +78,7 @@ def install_functions(record: Recorded, bodies: Mapping[str, Callable[[dict[str,
     """Modules in sys.modules with the functions that have a body here; a missing parent is made."""
     for name, body in bodies.items():
         module, _, function = name.rpartition(".")
-        setattr(_module(module), function, _logged(name, build(record.functions[name], body)))
+        setattr(add_module(module), function, logged(name, build(record.functions[name], body)))
 
 
 def define_operators(record: Recorded, bodies: Mapping[str, Callable[..., Any]]) -> None:
@@ -94,28 +95,45 @@ def log_call(name: str, positional: int, keywords: Sequence[str]) -> None:
     _CALLS.add((name, positional, tuple(sorted(keywords))))
 
 
-_CALLS: set[tuple[str, int, tuple[str, ...]]] = set()
-_LIBRARIES: dict[str, torch.library.Library] = {}
+def logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose calls are noted under the vendor's name of it."""
 
-
-def _logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def logged(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         log_call(name, len(args), list(kwargs))
         return function(*args, **kwargs)
 
-    logged.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    return logged
+    noted.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return noted
 
 
-def _module(name: str) -> ModuleType:
+def as_recorded(record: Recorded, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, noted too, which refuses arguments that the recorded signature does not have."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        log_call(name, len(args), list(kwargs))
+        refusal = record.binds(name, len(args), list(kwargs))
+        if refusal is not None:
+            raise TypeError(refusal)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def add_module(name: str) -> ModuleType:
+    """The module of that name in sys.modules, which importlib finds too; it and its parents are made."""
     if name not in sys.modules:
         parent, _, last = name.rpartition(".")
         made = ModuleType(name)
         made.__path__ = []  # so that its submodules are found in sys.modules
+        made.__spec__ = ModuleSpec(name, None)
         if parent:
-            setattr(_module(parent), last, made)
+            setattr(add_module(parent), last, made)
         sys.modules[name] = made
     return sys.modules[name]
+
+
+_CALLS: set[tuple[str, int, tuple[str, ...]]] = set()
+_LIBRARIES: dict[str, torch.library.Library] = {}
 
 
 def _library(namespace: str) -> torch.library.Library:

@@ -1,4 +1,4 @@
-"""The same pictures when torchrun or Ray starts the processes, and replicas that share the work."""
+"""The same pictures when torchrun starts the processes, and replicas that share the work."""
 
 from __future__ import annotations
 
@@ -94,9 +94,6 @@ def test_torchrun_is_told_apart_from_its_absence(tiny_recipe, monkeypatch):
         Engine.load(tiny_recipe, {"layout.ulysses": 2, "executor": "torchrun"})
 
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-
-
 def test_ray_that_is_not_installed_is_told_with_what_to_type(tiny_recipe, monkeypatch):
     import portable_dit.loading
 
@@ -104,49 +101,3 @@ def test_ray_that_is_not_installed_is_told_with_what_to_type(tiny_recipe, monkey
     monkeypatch.setattr(portable_dit.loading, "find_spec", absent)
     with pytest.raises(RecipeError, match=r"pip install 'portable-dit\[ray\]'"):
         set_up(tiny_recipe, {"executor": "ray"})
-
-
-@needs_ray
-@pytest.mark.filterwarnings("ignore")  # of Ray's own files and processes
-def test_ray_draws_the_same_pictures_and_starts_again_what_it_lost(tiny_recipe, alone, monkeypatch, tmp_path):
-    """In a process of its own, since Ray leaves its cluster to the process that started it."""
-    script = tmp_path / "with_ray.py"
-    script.write_text(RAY)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(tiny_recipe), str(tmp_path / "drawn.npz")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    with np.load(tmp_path / "drawn.npz") as drawn:
-        assert np.array_equal(drawn["before"], alone[0])
-        assert np.array_equal(drawn["after"], alone[0])
-    assert "rank 1 of 2 is gone while drawing" in done.stdout
-
-
-RAY = """
-import sys
-import numpy as np, psutil, ray
-from portable_dit import Engine
-from portable_dit.errors import RankError
-from portable_dit.result import Stepped
-
-ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
-with Engine.load(sys.argv[1], {"layout.ulysses": 2, "executor": "ray"}) as engine:
-    before = engine.generate("a red apple").images[0].pixels
-
-    def kill(event):
-        if isinstance(event, Stepped) and event.step == 2:
-            psutil.Process(engine.reports[1].process).kill()
-
-    try:
-        engine.generate("a red apple", on_event=kill)
-    except RankError as error:
-        print(error)
-    after = engine.generate("a red apple").images[0].pixels
-np.savez(sys.argv[2], before=before, after=after)
-ray.shutdown()
-"""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import time
 import numpy as np
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from portable_dit import Engine, Request
-from portable_dit.errors import CancelledError, RankError, RequestError
+from portable_dit.errors import CancelledError, PictureError, RankError, RequestError
 from portable_dit.result import Stepped
 
 TWO = {"layout.ulysses": 2, "layout.vae_tiles": 2}
@@ -115,28 +118,29 @@ def faulty(shelf, tmp_path, tiny_recipe):
     return load, wish
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("raise", "rank 1 of 2 failed while drawing: ValueError: the moon is in the wrong house"),
-        ("exit", "rank 1 of 2 ended with exit code 7 while drawing"),
-        ("hang", "rank 1 of 2 makes no progress for 3 s while drawing"),
-    ],
-)
-def test_the_rank_that_fails_is_named_with_its_last_words(faulty, alone, capfd, fault, said):
+FAULTS = {
+    "raise": "rank 1 of 2 failed while drawing: ValueError: the moon is in the wrong house",
+    "exit": "rank 1 of 2 ended with exit code 7 while drawing",
+    "hang": "rank 1 of 2 makes no progress for 3 s while drawing",
+}
+
+
+def test_the_rank_that_fails_is_named_with_its_last_words_each_time_anew(faulty, alone, capfd):
     load, wish = faulty
     with load(rank_timeout_seconds=3.0) as engine:
-        pids = [report.process for report in engine.reports]
-        wish.write_text(fault)
-        with pytest.raises(RankError) as caught:
-            engine.generate("a red apple")
-        assert said in str(caught.value)
-        assert f"about to {fault}" in str(caught.value)
-        if fault == "hang":
-            assert "rank 0 in" in str(caught.value)
-        assert gone(pids)
-        assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
-    assert f"[rank 1] about to {fault}" in capfd.readouterr().err
+        for fault, said in FAULTS.items():
+            pids = [report.process for report in engine.reports]
+            wish.write_text(fault)
+            with pytest.raises(RankError) as caught:
+                engine.generate("a red apple")
+            assert said in str(caught.value)
+            assert f"about to {fault}" in str(caught.value)
+            if fault == "hang":
+                assert "rank 0 in" in str(caught.value)
+            assert gone(pids)
+            assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
+    told = capfd.readouterr().err
+    assert all(f"[rank 1] about to {fault}" in told for fault in FAULTS)
 
 
 def test_a_request_that_all_ranks_refuse_or_stop_costs_no_rank(tiny_recipe, alone):
@@ -201,3 +205,19 @@ def test_the_command_line_says_what_each_rank_loaded(tiny_recipe, tmp_path):
     lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert [line.split(":")[0] for line in lines] == ["rank 0", "rank 1"]
     assert all("MB of weights" in line for line in lines)
+
+
+def test_a_picture_that_is_no_number_is_the_same_error_on_every_rank(tiny_recipe, tiny_checkpoint, tmp_path):
+    """Though one rank alone has it decoded. The ranks go on, as after any error that all of them agree on."""
+    weights = shutil.copytree(tiny_checkpoint, tmp_path / "weights")
+    (weights / "manifest.json").unlink()
+    stored = load_file(weights / "vae" / "model.safetensors")
+    stored["decoder.proj_out.weight"] = torch.full_like(stored["decoder.proj_out.weight"], 3e38)
+    save_file(stored, weights / "vae" / "model.safetensors")
+    with Engine.load(tiny_recipe, {"layout.ulysses": 2, "weights": str(weights)}) as engine:
+        pids = [report.process for report in engine.reports]
+        for _ in range(2):
+            with pytest.raises(PictureError, match="out of the vae holds NaN or infinity"):
+                engine.generate(Request("a red apple", images=2))
+        assert [report.process for report in engine.reports] == pids
+        assert all(psutil.pid_exists(pid) for pid in pids)

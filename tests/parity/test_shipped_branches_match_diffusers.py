@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from test_h3_dit_matches_diffusers import theirs_forward
 from torch import Tensor, nn
 
+from portable_dit.evaluation.builtin.cases import CASES, load_cases
 from portable_dit.models.h3_image.checkpoint import swap_halves
 from training.branch_check import LIMITS, SET_UPS, Trace, load, relative_l2, trace, wishes
-from training.cases import load_cases
 from training.checkpoint import decode
-from training.shipped import CASES, WEIGHTS
+from training.shipped import WEIGHTS
 
 NAMES = (
     (r"^video_patch_proj\.", "proj_in."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -123,11 +122,3 @@ def test_flags_that_do_not_go_together_are_refused(cli, flags, word):
     answer = cli("eval", *flags)
     assert answer.exit_code == 2
     assert word in answer.stderr
-
-
-def test_the_builtin_suite_says_where_it_is_when_it_is_not_here(cli, monkeypatch, tmp_path):
-    """As for somebody who has the wheel alone."""
-    monkeypatch.setattr(sys.modules["portable_dit.cli.evaluate"], "REPOSITORY", tmp_path)
-    answer = cli("eval", "--server", "http://127.0.0.1:1")
-    assert answer.exit_code == 2
-    assert "not in the wheel" in answer.stderr

@@ -70,7 +70,7 @@ def test_the_big_text_encoder_is_known_by_its_model_type_and_comes_back_as_writt
     config = replace(TINY_QWEN, processor=replace(TINY_QWEN.processor, min_pixels=4096))
     (folder / "text_encoder" / "config.json").write_text(json.dumps(config.to_dict()))
     (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(config.processor_dict()))
-    with pytest.raises(WeightsError, match="gives states of width 16, the transformer takes 12"):
+    with pytest.raises(WeightsError, match=r"gives states of width 16 .*the transformer takes 12"):
         H3Config.from_folder(folder)
     dit = replace(DIT, text_dim=16).to_dict()
     (folder / "transformer" / "config.json").write_text(json.dumps(dit))
@@ -97,7 +97,7 @@ def test_a_missing_image_processor_is_admitted() -> None:
 
 
 def test_a_value_of_the_wrong_kind_is_refused_by_name() -> None:
-    with pytest.raises(WeightsError, match=r"transformer/config\.json: num_layers = 'fifty' must be a int"):
+    with pytest.raises(WeightsError, match=r"transformer/config\.json: num_layers = 'fifty' must be a whole"):
         DiTConfig.from_dict({**ORIGINAL, "num_layers": "fifty"})
 
 
@@ -141,7 +141,7 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path, damage: str | None)
 def test_text_states_of_the_wrong_width_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     (folder / "text_encoder" / "config.json").write_text(json.dumps({**TEXT.to_dict(), "hidden_size": 16}))
-    with pytest.raises(WeightsError, match=r"width 16, the transformer takes 12"):
+    with pytest.raises(WeightsError, match=r"width 16 .*the transformer takes 12"):
         H3Config.from_folder(folder)
 
 
@@ -151,7 +151,7 @@ def test_an_unknown_rule_for_references_names_the_near_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("hidden_size", -1), ("num_attention_heads", 0), ("norm_eps", float("inf"))]
+    ("key", "value"), [("hidden_size", -1), ("num_attention_heads", 0), ("norm_eps", float("nan"))]
 )
 def test_a_number_that_no_model_can_be_built_with_is_refused(key: str, value: float) -> None:
     with pytest.raises(WeightsError, match=f"{key} = .* must be above 0"):
@@ -214,7 +214,9 @@ def test_a_config_with_values_of_the_wrong_kind_is_refused_or_makes_a_spec(
         ("patch_size", [1, 2], "3 values"),
         ("patch_size", [1, 2, 2.5], "must hold values like 1"),
         ("num_layers", 10**6, "at most 1000"),
-        ("norm_eps", 10**400, "must be a float"),
+        ("norm_eps", 10**400, "must be a number"),
+        ("norm_eps", 1e30, "at most 1"),
+        ("num_refiner_layers", 10**6, "at most 1000"),
         ("ffn_hidden_size", 2**40, "at most 2147483648"),
         ("adaln_out_features", 7, "must be 6 . hidden_size"),
     ],

@@ -194,7 +194,7 @@ def test_heads_in_a_file_of_their_own_draw_the_same_picture(checkpoints, with_he
         ("pdd/pdd_config.json", {"num_inference_steps": 8}, "heads are for num_inference_steps 8"),
         ("pdd/pdd_config.json", {"video_shift": 3.0}, "heads are for shift 3.0"),
         ("pdd/pdd_config.json", {"sigma_max": 0.9}, "sigma_max = 0.9"),
-        ("pdd/pdd_config.json", {"video_shift": "12"}, "video_shift = '12' must be a float"),
+        ("pdd/pdd_config.json", {"video_shift": "12"}, "video_shift = '12' must be a number"),
         (
             "model_index.json",
             {"_minimax_h3": {"pdd_fused_heads": "pdd/other.safetensors"}},

@@ -18,6 +18,7 @@ from portable_dit.models.h3_image.config import VAEConfig
 from portable_dit.models.h3_image.vae import ImageVAE, ResBlock
 from portable_dit.models.spec import batch_size
 from portable_dit.models.tiling import TileAxis, tile_axis
+from portable_dit.pixels import to_pixels
 from portable_dit.tiles import blend_tiles, cut_tiles, run_tiles
 
 
@@ -163,7 +164,7 @@ def test_a_sampled_posterior_is_the_same_every_time_and_kept_to_float16() -> Non
 @torch.no_grad()
 def test_pixels_are_bytes_in_rows_of_rgb() -> None:
     model = tiny()
-    out = model.decode(torch.randn(2, 24, 6, 8))
+    out = to_pixels(model.decode(torch.randn(2, 24, 6, 8)))
     assert out.shape == (2, 96, 128, 3)
     assert out.dtype == torch.uint8
     normalised = model.normalize_pixels(torch.rand(1, 3, 8, 8))
@@ -249,7 +250,7 @@ def test_a_smooth_latent_decodes_without_steps_at_tile_borders(side: int) -> Non
 @torch.no_grad()
 def test_pixels_leave_the_device_as_planes_and_are_laid_out_by_the_host() -> None:
     vae = tiny()
-    pixels = vae.decode(torch.randn(1, 24, 6, 8))
+    pixels = to_pixels(vae.decode(torch.randn(1, 24, 6, 8)))
     assert pixels.dtype == torch.uint8
     assert pixels.shape == (1, 96, 128, 3)
     assert pixels.permute(0, 3, 1, 2).is_contiguous()

@@ -1,29 +1,23 @@
 """The recipes of HunyuanImage-3.0: each fits its machine, and its bytes agree with what is published."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import recipe_machines
 
-from portable_dit.machine_file import load_machine
 from portable_dit.models import read_spec
 from portable_dit.models.spec import Workload
-from portable_dit.plan import Plan, make_plan
 from portable_dit.recipe import load_recipe, named_recipes
 from portable_dit.scaling import legal_layouts
 
 ROOT = Path(__file__).parents[2]
-MACHINES = ROOT / "tests" / "data" / "machines"
 NAMES = [name for name in named_recipes() if name.startswith("nvidia/") and "/hunyuan-image-3-" in name]
 SPEC = read_spec("hunyuan-image-3", "random")
 SQUARE = Workload(1024, 1024, 256)
-MACHINE_OF = {"rtxpro6000": "rtx-pro-6000"}
 H100 = "nvidia/h100/hunyuan-image-3-4x-"
 
-
-def planned(name: str, workload: Workload = SQUARE, **overrides) -> Plan:
-    card = name.split("/")[1]
-    machine = load_machine(MACHINES / f"{MACHINE_OF.get(card, card)}.json")
-    return make_plan(load_recipe(name, overrides), SPEC, machine, None, workload, strict=True)
+planned = partial(recipe_machines.planned, spec=SPEC)
 
 
 def test_every_layout_that_is_published_has_its_recipe():
@@ -79,7 +73,7 @@ def test_the_published_figures_stand_as_references():
 def test_what_a_layout_decides_agrees_with_the_published_peaks():
     """From four to two parts the published peak grows by 19 GB; the plan's must, within a tenth."""
     four, two, guided = (
-        planned(H100 + name).bytes.peak / 1e9 for name in ("tp4-fp8", "tp2-sp2-fp8", "tp2-cfg2-fp8")
+        planned(H100 + name, SQUARE).bytes.peak / 1e9 for name in ("tp4-fp8", "tp2-sp2-fp8", "tp2-cfg2-fp8")
     )
     assert two - four == pytest.approx(66 - 47, rel=0.1)
     assert guided - four == pytest.approx(66 - 47, rel=0.1)
@@ -88,18 +82,18 @@ def test_what_a_layout_decides_agrees_with_the_published_peaks():
 def test_the_layers_of_each_device_are_the_published_bytes():
     """19.97 and 39.93 GB of fp8 layers, and 39.9 of bfloat16 ones with whole experts on each device."""
     for name, layers in (("tp4-fp8", 19.97), ("tp2-sp2-fp8", 39.93), ("tp4-ep-bf16", 39.93)):
-        dit = planned(H100 + name).bytes.components["dit"]
+        dit = planned(H100 + name, SQUARE).bytes.components["dit"]
         assert dit.block * dit.num_blocks / 1e9 == pytest.approx(layers, rel=0.002)
 
 
 def test_the_plan_stays_below_the_published_peaks_by_what_is_not_held_here():
     """Word head, vision tower, both directions of the autoencoder, and its decoding as it is written."""
     for name, published in (("tp4-fp8", 47), ("tp2-sp2-fp8", 66), ("tp2-cfg2-fp8", 66)):
-        assert published - 20.8 < planned(H100 + name).bytes.peak / 1e9 < published
+        assert published - 20.8 < planned(H100 + name, SQUARE).bytes.peak / 1e9 < published
 
 
 def test_one_h200_holds_the_fp8_model_in_a_hundred_gigabytes():
-    assert planned("nvidia/h200/hunyuan-image-3-1x-fp8").bytes.peak < 100e9
+    assert planned("nvidia/h200/hunyuan-image-3-1x-fp8", SQUARE).bytes.peak < 100e9
 
 
 def test_layouts_that_are_compared_assume_no_tiles_of_a_picture_that_is_decoded_whole():

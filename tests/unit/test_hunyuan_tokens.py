@@ -141,9 +141,10 @@ def test_system_prompts_are_read_and_never_run(tmp_path):
     (tmp_path / "system_prompt.py").write_text(text)
     assert read_system_prompts(tmp_path) == {"en_unified": "\nOne.\n", "en_vanilla": "Two."}
     assert read_system_prompts(tmp_path / "elsewhere") == {}
-    (tmp_path / "system_prompt.py").write_text("def (")
-    with pytest.raises(WeightsError, match="not readable as Python"):
-        read_system_prompts(tmp_path)
+    for broken in ("def (", "\0", "-" * 100_000 + "1", "1+" * 100_000 + "1"):
+        (tmp_path / "system_prompt.py").write_text(broken)
+        with pytest.raises(WeightsError, match="not readable as Python"):
+            read_system_prompts(tmp_path)
 
 
 def test_the_made_up_tokenizer_is_of_the_real_kind():

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from portable_dit.models.hunyuan_image_3.checkpoint import fold_taps
+from portable_dit.models.hunyuan_image_3.model import from_centre
 from portable_dit.models.hunyuan_image_3.names import taps_of, vae_decoder_tensors
-from portable_dit.models.hunyuan_image_3.vae import Decoder, FrameConv, spread, to_pixels
+from portable_dit.models.hunyuan_image_3.vae import Decoder, FrameConv, spread
 from portable_dit.ops import FrameNorm
+from portable_dit.pixels import to_pixels
 
 
 def latents() -> Tensor:
@@ -94,14 +96,14 @@ def test_half_precision_convolutions_stay_near_the_picture():
     """float16 keeps 11 bits; through 40 layers of it the picture stays within a level or two of 255."""
     small = replace(golden.VAE, block_out_channels=(8, 8, 16, 16, 16), norm_num_groups=4)
     exact, half, z = golden.decoder(small), golden.decoder(small).half(), latents()[:, :, :2, :2]
-    off = to_pixels(half(z)[0]).int() - to_pixels(exact(z)[0]).int()
+    off = to_pixels(from_centre(half(z)[0])).int() - to_pixels(from_centre(exact(z)[0])).int()
     assert half.dtype is torch.float16
     assert off.abs().max() <= 2
 
 
 def test_pixels_are_rounded_and_clamped():
     values = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0, 1 / 255])[None, None].expand(3, 1, -1)
-    assert to_pixels(values)[0, :, 0].tolist() == [0, 0, 128, 255, 255, 128]
+    assert to_pixels(from_centre(values))[0, :, 0].tolist() == [0, 0, 128, 255, 255, 128]
 
 
 def test_channels_are_spread_over_time_rows_and_columns_with_the_channel_fastest():

@@ -1,7 +1,10 @@
 """Any request and any override is taken or refused in words, never anything else; what is taken is legal."""
 
 import string
+from contextlib import suppress
 from functools import cache
+from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +12,12 @@ from hypothesis import strategies as st
 
 from portable_dit.catalog import read_spec
 from portable_dit.errors import RecipeError, RequestError
-from portable_dit.recipe import Recipe, load_recipe
+from portable_dit.machine_file import load_machine
+from portable_dit.plan import make_plan
+from portable_dit.recipe import Recipe, load_recipe, make_recipe
 from portable_dit.request import Request, parse_aspect_ratio, parse_size, size_problem, validate_request
 
+DATA = Path(__file__).parents[1] / "data"
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -32,12 +38,47 @@ NAMES = [
     *("sampling.steps", "sampling.guidance_scale", "measured.a", "device.memory_gib"),
 ]
 KEYS = st.sampled_from(NAMES) | st.text(string.ascii_lowercase + "._ ", max_size=20) | st.text(max_size=8)
+EDGES = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        3,
+        7,
+        50,
+        1000,
+        4096,
+        0.5,
+        1e-300,
+        1e300,
+        2**62,
+        "",
+        "auto",
+        "none",
+        "\0",
+        "日",
+    ),
+    *("random", "layerwise", "component", "fp8_row", "mxfp8", "int8_row_rotated", "float16", "mp", "ray"),
+    *("x" * 500, [], ["*"], ["["], ["**", ""], {}, {"a": [1]}),
+)
+MACHINES = [load_machine(DATA / "machines" / f"{name}.json") for name in ("cpu-bf16", "h200", "arc-b70")]
 QUICK = settings(max_examples=60, deadline=None)
 
 
 @cache
 def mini_spec():
     return read_spec(load_recipe("cpu/h3-mini"))
+
+
+@cache
+def mixture_spec():
+    return read_spec(load_recipe("cpu/h3-mini", {"model": "hunyuan-image-3", "weights": "random"}))
+
+
+SPECS = {"h3-mini": mini_spec, "hunyuan-image-3": mixture_spec}
 
 
 @QUICK
@@ -67,6 +108,20 @@ def test_any_request_is_legal_or_refused(prompt, wishes):
     assert type(resolved.seed) is type(resolved.images) is type(resolved.steps) is int
     assert resolved.seed + resolved.images < 2**63
     assert resolved.steps in spec.steps
+
+
+@pytest.mark.parametrize("key", list(Recipe(model="h3-mini").values()))
+def test_any_value_that_a_key_takes_is_planned_or_refused(key):
+    """Edges, and what belongs to other keys, for a model of each family on three kinds of machine."""
+    planned = 0
+    for machine, (model, spec), value in product(MACHINES, SPECS.items(), EDGES):
+        keys = {"model": model, "weights": "random", "device.backend": machine.device.backend}
+        with suppress(RecipeError):
+            plan = make_plan(make_recipe({}, {**keys, key: value}), spec(), machine, None)
+            assert plan.bytes.peak > 0
+            assert plan.verdict
+            planned += 1
+    assert planned, "every value was refused, so nothing was tried"
 
 
 @QUICK

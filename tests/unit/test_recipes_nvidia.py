@@ -1,26 +1,18 @@
 """The recipes of H3-Image for NVIDIA machines: each fits its machine, and its bytes add up."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import recipe_machines
+from recipe_machines import machine_of
 
 from portable_dit.footprint import STAGING_BLOCKS
-from portable_dit.machine_file import load_machine
 from portable_dit.models import read_spec
 from portable_dit.models.spec import COMPONENTS, Workload
-from portable_dit.plan import make_plan
 from portable_dit.recipe import load_recipe, named_recipes
 
 ROOT = Path(__file__).parents[2]
-MACHINES = ROOT / "tests" / "data" / "machines"
-MACHINE_OF = {
-    "a100": "a100-80gb",
-    "rtx4090": "rtx-4090",
-    "rtx5080": "rtx-5080",
-    "rtx5090": "rtx-5090",
-    "rtx6000d": "rtx-6000d",
-    "rtxpro6000": "rtx-pro-6000",
-}
 NAMES = [name for name in named_recipes() if name.startswith("nvidia/") and "/h3-image-" in name]
 SPEC = read_spec("h3-image", "random")
 WORKLOADS = (
@@ -31,20 +23,13 @@ WORKLOADS = (
     Workload(4096, 4096, 512, ((1024, 1024),) * 16),
 )
 
-
-def machine_of(name: str):
-    card = name.split("/")[1]
-    return load_machine(MACHINES / f"{MACHINE_OF.get(card, card)}.json")
-
-
-def planned(name: str, workload: Workload, **overrides):
-    recipe = load_recipe(name, overrides)
-    return make_plan(recipe, SPEC, machine_of(name), None, workload, strict=True)
+planned = partial(recipe_machines.planned, spec=SPEC)
 
 
 def test_every_card_of_the_list_has_its_recipes():
     cards = {name.split("/")[1] for name in NAMES}
-    assert cards == {*MACHINE_OF, "h100", "h200", "b200", "gb200", "gb300", "rubin"}
+    cards_of_one = {"rtx4090", "rtx5080", "rtx5090", "rtx6000d", "rtxpro6000"}
+    assert cards == cards_of_one | {"a100", "h100", "h200", "b200", "gb200", "gb300", "rubin"}
     assert len(NAMES) == 32
 
 

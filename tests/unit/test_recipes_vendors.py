@@ -1,17 +1,16 @@
 """The recipes for AMD, Intel, Ascend and Moore Threads machines: each fits its machine."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
+import recipe_machines
+from recipe_machines import machine_of
 
-from portable_dit.machine_file import load_machine
 from portable_dit.models import read_spec
 from portable_dit.models.spec import Workload
 from portable_dit.plan import default_workload, make_plan
 from portable_dit.recipe import load_recipe, named_recipes
 
-MACHINES = Path(__file__).parents[1] / "data" / "machines"
-MACHINE_OF = {"a2": "ascend-a2", "a3": "ascend-a3", "a5": "ascend-a5"}
 BACKEND_OF = {"amd": "rocm", "intel": "xpu", "ascend": "ascend", "mthreads": "musa"}
 COUNTS = {
     "mi325x": {1, 2, 4, 8},
@@ -33,15 +32,7 @@ WORKLOADS = (
     Workload(4096, 4096, 512, ((1024, 1024),) * 16),
 )
 
-
-def machine_of(name: str):
-    card = name.split("/")[1]
-    return load_machine(MACHINES / f"{MACHINE_OF.get(card, card)}.json")
-
-
-def planned(name: str, workload: Workload, **overrides):
-    recipe = load_recipe(name, overrides)
-    return make_plan(recipe, SPEC, machine_of(name), None, workload, strict=True)
+planned = partial(recipe_machines.planned, spec=SPEC)
 
 
 def test_every_card_of_the_list_has_its_recipes():

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from portable_dit.evaluation.builtin.scenes import LARGE, STYLES, Record
 from training.naming import pluralize, with_article
 from training.scenes import (
     DEFAULT_MIX,
     EDIT_MIX,
-    LARGE,
     MEDIUM,
-    STYLES,
     T2I_MIX,
     THREE_MIX,
     TWO_MIX,
     Concepts,
-    Record,
     RenderPlan,
     mirrored,
     plan_render,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from mock_vendor.collectives import gloo_as
 from mock_vendor.device import add_device, device_module, put_into
-from mock_vendor.signatures import define_operators, log_call, recorded
+from mock_vendor.signatures import as_recorded, define_operators, log_call, recorded
 from mock_vendor.streams import GraphRules, graph_types, stream_module
 from torch import Tensor
 
@@ -55,7 +55,7 @@ def install(variant: str) -> None:
         | stream_module()
         | {
             "NPUGraph": graph,
-            "graph": _as_recorded("torch.npu.graph", capture),
+            "graph": as_recorded(record, "torch.npu.graph", capture),
             "get_device_name": lambda device=None: name,
             "get_device_properties": lambda device=None: SimpleNamespace(name=name, total_memory=total),
             "get_device_capability": lambda device=None: None,
@@ -75,20 +75,6 @@ def install(variant: str) -> None:
         _log_operator(short)
         setattr(torch_npu, short, getattr(torch.ops.npu, short, None))
     gloo_as("hccl", kind, takes_device_id=False)
-
-
-def _as_recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses arguments that the recorded signature does not have."""
-    record = recorded(SIGNATURES, "torch_npu")
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        log_call(name, len(args), list(kwargs))
-        refusal = record.binds(name, len(args), list(kwargs))
-        if refusal is not None:
-            raise TypeError(refusal)
-        return function(*args, **kwargs)
-
-    return checked
 
 
 def _log_operator(name: str) -> None:

@@ -15,6 +15,8 @@ from device_pictures import BF16, FP8, PROMPT, SMALL, WEIGHTS, drawing
 from torch import Tensor
 
 from portable_dit.engine import Engine
+from portable_dit.evaluation.builtin.cases import CASES, Case, Cases, as_tensor, load_cases
+from portable_dit.evaluation.builtin.scores import EDIT_GATES, T2I_GATES, psnr, score_edits, score_t2i
 from portable_dit.models.h3_image.model import H3Image
 from portable_dit.workers.inline import ThisProcess
 from training.branch_check import (
@@ -31,10 +33,7 @@ from training.branch_check import (
     wishes,
     worst,
 )
-from training.cases import Case, Cases, as_tensor, load_cases
-from training.gates import EDIT_GATES, T2I_GATES, psnr, score_edits, score_t2i
 from training.paint import paint_cases
-from training.shipped import CASES
 
 if TYPE_CHECKING:
     from on_device import Report

@@ -7,7 +7,6 @@ backend.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from mock_vendor.collectives import gloo_as
 from mock_vendor.device import add_device, device_module, put_into
-from mock_vendor.signatures import install_functions, log_call, recorded
+from mock_vendor.maths import attend, product_of_blocks, scaled_dot_product
+from mock_vendor.signatures import add_module, install_functions, logged, recorded
 from mock_vendor.streams import GraphRules, graph_types, stream_module
 from torch import Tensor
 
@@ -55,15 +55,15 @@ def install(variant: str) -> None:
         total_bytes=properties.total_memory,
         no_dtypes=frozenset({torch.float64}),
         lacks=frozenset({"_scaled_mm_v2", "_int_mm"}),
-        functions={F.scaled_dot_product_attention: _logged("aten::scaled_dot_product_attention", attention)},
-        operators={aten._scaled_mm.default: _logged("aten::_scaled_mm", scaled_product(chip))},
+        functions={F.scaled_dot_product_attention: logged("aten::scaled_dot_product_attention", attention)},
+        operators={aten._scaled_mm.default: logged("aten::_scaled_mm", scaled_product(chip))},
     )
     rules = GraphRules(collectives=False, side_streams=False, max_live=2048)
     graph, capture = graph_types(kind, rules, first_name="musa_graph")
     module = ModuleType("torch_musa")
     names = {
         "MUSAGraph": graph,
-        "graph": _logged("torch.musa.graph", capture),
+        "graph": logged("torch.musa.graph", capture),
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device: properties,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
@@ -74,7 +74,7 @@ def install(variant: str) -> None:
     torch.version.musa = "4.3.6"
     gloo_as("mccl", kind)
     if "impostor" in features:
-        sys.modules["mate"] = ModuleType("mate")  # a helper for tests
+        add_module("mate")  # a helper for tests
     elif "bare" not in features:
         version = next((f.removeprefix("mate") for f in features if f.startswith("mate")), None)
         record = recorded(SIGNATURES, "mate", version or "e65c501")
@@ -83,23 +83,6 @@ def install(variant: str) -> None:
             "mate.gemm.gemm_fp8_nt_groupwise": groupwise,
         }
         install_functions(record, bodies)
-    if "mate" in sys.modules:
-        sys.modules["mate"].__spec__ = _Spec("mate")
-
-
-class _Spec:
-    """What importlib.util.find_spec gives for a module that is there."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def logged(*args: Any, **kwargs: Any) -> Any:
-        log_call(name, len(args), list(kwargs))
-        return function(*args, **kwargs)
-
-    return logged
 
 
 # --- torch's own functions and the vendor's operators, on host tensors ---
@@ -111,7 +94,7 @@ def define_fused_operators() -> None:
     library = torch.library.Library("aten", "FRAGMENT")
     for name, body in (("_fused_rmsnorm_forward", fused_rms_norm), ("swish_glu", swish_glu)):
         library.define(record.operators[f"aten::{name}"])
-        library.impl(name, _logged(f"aten::{name}", body), "CompositeExplicitAutograd")
+        library.impl(name, logged(f"aten::{name}", body), "CompositeExplicitAutograd")
     globals()["_library"] = library  # its operators go when it goes
 
 
@@ -147,14 +130,9 @@ def attention(
         raise RuntimeError("No viable backend for scaled_dot_product_attention in musa")
     if query.shape[1] != key.shape[1]:
         raise RuntimeError("muDNN: as many key heads as query heads")
-    scores = query.float() @ key.float().transpose(-1, -2) * (head_dim**-0.5 if scale is None else scale)
-    if is_causal:  # aligned at the first key
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None:
-        if attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], query.shape[2]):
-            attn_mask = attn_mask[:, None, None, :]  # taken for padding
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    out = (scores.softmax(-1).nan_to_num(0.0) @ value.float()).to(query.dtype)
+    if attn_mask is not None and attn_mask.shape == (query.shape[0], query.shape[2]):
+        attn_mask = attn_mask[:, None, None, :]  # taken for padding
+    out = scaled_dot_product(query, key, value, attn_mask, causal=is_causal, scale=scale)
     return out if flash else torch.full_like(out, torch.nan)
 
 
@@ -200,7 +178,7 @@ def flash_attention(given: dict[str, Any]) -> Any:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     assert tuple(given["window_size"]) == (-1, -1)
     if given["cu_seqlens_q"] is None:
-        out, lse = _attend(q, k, v, scale, causal=given["causal"])
+        out, lse = attend(q, k, v, scale=scale, causal=given["causal"])
         return (out, lse) if given["return_softmax_lse"] else out
     starts_q, starts_k = given["cu_seqlens_q"], given["cu_seqlens_k"]
     assert starts_q.dtype == starts_k.dtype == torch.int32
@@ -211,19 +189,8 @@ def flash_attention(given: dict[str, Any]) -> Any:
         a, b, first = int(starts_q[entry]), int(starts_q[entry + 1]), int(starts_k[entry])
         last = int(starts_k[entry + 1]) if used is None else first + int(used[entry])
         rows = (q[None, a:b], k[None, first:last], v[None, first:last])
-        parts.append(_attend(*rows, scale, causal=given["causal"])[0][0])
+        parts.append(attend(*rows, scale=scale, causal=given["causal"])[0][0])
     return torch.cat(parts)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2).float() for t in (k, v))
-    scores = torch.einsum("bqnd,bknd->bnqk", q.float(), k) * scale
-    if causal:
-        rows, keys = q.shape[1], k.shape[1]
-        seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
-        scores = scores.masked_fill(~seen, -math.inf)
-    out = torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1).nan_to_num(0.0), v)
-    return out.to(q.dtype), scores.logsumexp(-1)
 
 
 def groupwise(given: dict[str, Any]) -> Tensor:
@@ -237,6 +204,4 @@ def groupwise(given: dict[str, Any]) -> Tensor:
     if a_scale.shape != (a.shape[0], blocks) or b_scale.shape != (b.shape[0] // 128, blocks):
         raise RuntimeError("gemm_fp8_nt_groupwise: scales [M, K / 128] and [N / 128, K / 128]")
     assert all(t.is_contiguous() for t in (a, b, a_scale, b_scale))
-    first = a.float() * a_scale.repeat_interleave(128, 1)
-    second = b.float() * b_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return (first @ second.t()).to(torch.bfloat16)
+    return product_of_blocks(a, b, a_scale, b_scale).to(torch.bfloat16)

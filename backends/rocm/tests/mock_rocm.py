@@ -7,19 +7,17 @@ the vendors' documents and sources; shares no code with the backend.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from mock_vendor.collectives import gloo_as
 from mock_vendor.device import add_device, device_module, put_into
-from mock_vendor.signatures import install_functions, log_call, recorded
+from mock_vendor.maths import attend, product_of_blocks, scaled_dot_product
+from mock_vendor.signatures import add_module, install_functions, logged, recorded
 from mock_vendor.streams import GraphRules, graph_types, stream_module
 from torch import Tensor
 
@@ -55,16 +53,16 @@ def install(variant: str) -> None:
         "cuda",
         count=2,
         total_bytes=properties.total_memory,
-        functions={F.scaled_dot_product_attention: _logged("aten::scaled_dot_product_attention", attention)},
+        functions={F.scaled_dot_product_attention: logged("aten::scaled_dot_product_attention", attention)},
         operators={
-            aten._scaled_mm_v2.default: _logged("aten::_scaled_mm_v2", scaled_product(chip)),
+            aten._scaled_mm_v2.default: logged("aten::_scaled_mm_v2", scaled_product(chip)),
         },
     )
     rules = GraphRules(collectives=False, side_streams=False)
     graph, capture = graph_types(kind, rules, first_name="cuda_graph")
     names = {
         "CUDAGraph": graph,
-        "graph": _logged("torch.cuda.graph", capture),
+        "graph": logged("torch.cuda.graph", capture),
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
@@ -73,8 +71,7 @@ def install(variant: str) -> None:
     torch.version.hip, torch.version.cuda = "6.4.43484", None
     gloo_as("nccl", kind)
     if "impostor" in features:
-        sys.modules["aiter"] = ModuleType("aiter")  # async iterators
-        sys.modules["aiter"].__spec__ = _Spec("aiter")
+        add_module("aiter")  # async iterators
         return
     if "bare" not in features:
         version = next((f.removeprefix("aiter") for f in features if f.startswith("aiter")), None)
@@ -96,23 +93,6 @@ def install_libraries(chip: str, version: str | None) -> None:
     install_functions(
         recorded(SIGNATURES, "flash-attn", "2.8.3"), {"flash_attn.flash_attn_func": flash_attention}
     )
-    for name in ("aiter", "flash_attn"):
-        sys.modules[name].__spec__ = _Spec(name)
-
-
-class _Spec:
-    """What importlib.util.find_spec gives for a module that is there."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def logged(*args: Any, **kwargs: Any) -> Any:
-        log_call(name, len(args), list(kwargs))
-        return function(*args, **kwargs)
-
-    return logged
 
 
 # --- torch's own functions, on host tensors ---
@@ -135,15 +115,7 @@ def attention(
     efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and sizes
     if not (flash or efficient or torch.backends.cuda.math_sdp_enabled()):
         raise RuntimeError("No available kernel. Aborting execution.")
-    scores = (
-        query.float() @ key.float().transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    )
-    if is_causal:  # aligned at the first key
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None:
-        dropped = torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -math.inf)
-        scores = scores + (dropped if attn_mask.dtype is torch.bool else attn_mask)
-    out = (scores.softmax(-1).nan_to_num(0.0) @ value.float()).to(query.dtype)
+    out = scaled_dot_product(query, key, value, attn_mask, causal=is_causal, scale=scale)
     wrong = query.shape[-1] > 256  # reported corrupt
     # Numbers of the implementation in the open are spoiled too, so that nobody lands there unseen.
     return out if (flash or efficient) and not wrong else torch.full_like(out, torch.nan)
@@ -215,14 +187,7 @@ def _attend(given: dict[str, Any], *, max_head_dim: int) -> tuple[Tensor, Tensor
     assert given["dropout_p"] == 0.0
     assert tuple(given["window_size"])[:2] == (-1, -1)
     scale = given["softmax_scale"] if given["softmax_scale"] is not None else q.shape[-1] ** -0.5
-    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2).float() for t in (k, v))
-    scores = torch.einsum("bqnd,bknd->bnqk", q.float(), k) * scale
-    if given["causal"]:
-        rows, keys = q.shape[1], k.shape[1]
-        seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
-        scores = scores.masked_fill(~seen, -math.inf)
-    out = torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1).nan_to_num(0.0), v)
-    return out.to(q.dtype), scores.logsumexp(-1)
+    return attend(q, k, v, scale=scale, causal=given["causal"])
 
 
 def aiter_attention(given: dict[str, Any]) -> Any:
@@ -262,9 +227,7 @@ def blockscale(chip: str) -> Callable[[dict[str, Any]], Tensor]:
         if x_scale.shape != (x.shape[0], blocks) or w_scale.shape != (w.shape[0] // 128, blocks):
             raise RuntimeError("gemm_a8w8_blockscale: scales [M, K / 128] and [N / 128, K / 128]")
         assert not given["isBpreshuffled"]
-        a = x.double() * x_scale.double().repeat_interleave(128, 1)
-        b = w.double() * w_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return (a @ b.t()).to(given["dtype"] or torch.bfloat16)
+        return product_of_blocks(x, w, x_scale, w_scale).to(given["dtype"] or torch.bfloat16)
 
     return product
 

@@ -7,16 +7,15 @@ one; "+torch2.10" before graphs. Written from torch's source and documents; shar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from mock_vendor.collectives import gloo_as
 from mock_vendor.device import add_device, device_module, put_into
-from mock_vendor.signatures import log_call, recorded
+from mock_vendor.maths import scaled_dot_product
+from mock_vendor.signatures import as_recorded, logged, recorded
 from mock_vendor.streams import GraphRules, graph_types, stream_module
 from torch import Tensor
 
@@ -68,10 +67,10 @@ def install(variant: str) -> None:
         count=2,
         total_bytes=properties.total_memory,
         no_dtypes=frozenset() if properties.has_fp64 else frozenset({torch.float64}),
-        functions={F.scaled_dot_product_attention: _logged("aten::scaled_dot_product_attention", attention)},
+        functions={F.scaled_dot_product_attention: logged("aten::scaled_dot_product_attention", attention)},
         operators={
-            aten._scaled_mm_v2.default: _logged("aten::_scaled_mm_v2", scaled_product),
-            aten._int_mm.default: _logged("aten::_int_mm", int_product),
+            aten._scaled_mm_v2.default: logged("aten::_scaled_mm_v2", scaled_product),
+            aten._int_mm.default: logged("aten::_int_mm", int_product),
         },
     )
     graph, capture = graph_types(
@@ -83,33 +82,14 @@ def install(variant: str) -> None:
         "get_device_properties": lambda device=None: properties,
     }
     if version is None:
-        names |= {"XPUGraph": graph, "graph": _as_recorded("torch.xpu.graph", capture)}
+        names |= {
+            "XPUGraph": graph,
+            "graph": as_recorded(recorded(SIGNATURES, "torch"), "torch.xpu.graph", capture),
+        }
     put_into(torch.xpu, device_module(kind) | stream_module() | names)
     torch.version.xpu = "20250302"
     torch._C._xpu_getCurrentRawStream = lambda index: 0  # torch._dynamo asks for it where XPU is compiled
     gloo_as("xccl", kind)
-
-
-def _as_recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses arguments that the recorded signature does not have."""
-    record = recorded(SIGNATURES, "torch")
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        log_call(name, len(args), list(kwargs))
-        refusal = record.binds(name, len(args), list(kwargs))
-        if refusal is not None:
-            raise TypeError(refusal)
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _logged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def logged(*args: Any, **kwargs: Any) -> Any:
-        log_call(name, len(args), list(kwargs))
-        return function(*args, **kwargs)
-
-    return logged
 
 
 def attention(
@@ -125,7 +105,7 @@ def attention(
     """[B, N, S, D]. What torch does depends on which implementations are allowed; math is its last resort."""
     chosen = _chosen(query, key, value, attn_mask, enable_gqa)
     assert not (is_causal and attn_mask is not None), "torch refuses both"
-    out = _math(query, key, value, attn_mask, is_causal, scale)
+    out = scaled_dot_product(query, key, value, attn_mask, causal=is_causal, scale=scale)
     # A run that fell to the implementation in the open gives other numbers here, so that nobody relies on it.
     return out if chosen != "math" else torch.full_like(out, torch.nan)
 
@@ -148,19 +128,6 @@ def _chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enab
     if torch._C._get_math_sdp_enabled():
         return "math"
     raise RuntimeError("No available kernel. Aborting execution.")
-
-
-def _math(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(groups, dim=1).float() for t in (key, value))
-    scores = query.float() @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:  # aligned at the first key
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-    return (scores.softmax(-1).nan_to_num(0.0) @ value).to(query.dtype)
 
 
 def int_product(self: Tensor, mat2: Tensor) -> Tensor:

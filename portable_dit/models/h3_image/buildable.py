@@ -15,8 +15,6 @@ from portable_dit.errors import WeightsError
 if TYPE_CHECKING:
     from portable_dit.models.h3_image.config import CanvasConfig, DiTConfig, H3Config, VAEConfig
 
-MOST_SHIFT = 1000.0  # beyond, float32 noise levels of neighbouring steps become one
-
 
 def require_buildable(config: H3Config) -> None:
     """Raises WeightsError with every rule that the configs break."""
@@ -24,13 +22,13 @@ def require_buildable(config: H3Config) -> None:
     problems = [*_dit_problems(dit), *_vae_problems(config.vae), *_canvas_problems(config.canvas)]
     if text.hidden_size != dit.text_dim:
         problems.append(
-            f"the text encoder gives states of width {text.hidden_size}, the transformer takes "
-            f"{dit.text_dim}: they must be equal"
+            f"the text encoder gives states of width {text.hidden_size} (hidden_size), the transformer takes "
+            f"{dit.text_dim} (text_dim): they must be equal"
         )
     if dit.latents_dim != config.vae.latent_channels:
         problems.append(
-            f"the VAE has {config.vae.latent_channels} latent channels, the transformer takes "
-            f"{dit.latents_dim}: they must be equal"
+            f"the VAE has {config.vae.latent_channels} latent channels (latent_channels), the transformer "
+            f"takes {dit.latents_dim} (latents_dim): they must be equal"
         )
     if dit.pdd_heads not in (0, scheduler.num_inference_steps):
         problems.append(
@@ -43,7 +41,7 @@ def require_buildable(config: H3Config) -> None:
             f"block canvas: multiple = {config.canvas.multiple}: must be a multiple of {cell}, the pixels "
             "along a patch"
         )
-    problems += _schedule_problems(scheduler.base_schedule, scheduler.num_inference_steps, scheduler.shift)
+    problems += _schedule_problems(scheduler.base_schedule, scheduler.num_inference_steps)
     if problems:
         where = "configs" if config.folder is None else str(config.folder)
         raise WeightsError(
@@ -53,13 +51,19 @@ def require_buildable(config: H3Config) -> None:
 
 
 def _dit_problems(config: DiTConfig) -> list[str]:
+    problems = []
     turned = 6 * config.rope_inv_freq_len  # pairs of channels on three axes
-    if turned <= config.attention_head_dim:
-        return []
-    return [
-        f"transformer: rope_inv_freq_len = {config.rope_inv_freq_len} turns {turned} of a head's "
-        f"{config.attention_head_dim} channels (attention_head_dim)"
-    ]
+    if turned > config.attention_head_dim:
+        problems.append(
+            f"transformer: rope_inv_freq_len = {config.rope_inv_freq_len} turns {turned} of a head's "
+            f"{config.attention_head_dim} channels (attention_head_dim)"
+        )
+    if config.timestep_input_dim % 2:
+        problems.append(
+            f"transformer: timestep_input_dim = {config.timestep_input_dim}: must be even, for sines and "
+            "cosines"
+        )
+    return problems
 
 
 def _vae_problems(config: VAEConfig) -> list[str]:
@@ -86,7 +90,8 @@ def _vae_problems(config: VAEConfig) -> list[str]:
     if config.rope_axes not in (2, 3) or config.rope_ratio > 1 or config.rope_pairs % config.rope_axes:
         problems.append(
             f"vae: rope_axes = {config.rope_axes} and rope_ratio = {config.rope_ratio:g}: 2 or 3 axes must "
-            f"share at most all of a head's {config.decoder_attention_head_dim // 2} channel pairs evenly"
+            f"share at most all pairs of a head's {config.decoder_attention_head_dim} channels "
+            "(decoder_attention_head_dim) evenly"
         )
     return problems
 
@@ -102,23 +107,20 @@ def _canvas_problems(canvas: CanvasConfig) -> list[str]:
     if legal:
         return []
     return [
-        f"block canvas: the default {sides[0]}x{sides[1]} breaks its own rules: sides {canvas.min_side} to "
-        f"{canvas.max_side} in steps of {canvas.multiple}, {canvas.max_ratio:g}:1, {canvas.max_pixels:,} "
-        "pixels at most"
+        f"block canvas: the default size, default_width = {sides[0]} and default_height = {sides[1]}, breaks "
+        f"the other rules: min_side = {canvas.min_side}, max_side = {canvas.max_side}, multiple = "
+        f"{canvas.multiple}, max_ratio = {canvas.max_ratio:g}, max_pixels = {canvas.max_pixels}"
     ]
 
 
-def _schedule_problems(levels: Sequence[float] | None, steps: int, shift: float) -> list[str]:
-    problems = []
-    if shift > MOST_SHIFT:
-        problems.append(f"scheduler: shift = {shift:g}: must be at most {MOST_SHIFT:g}")
-    if levels is not None and len(levels) != steps + 1:
-        problems.append(
+def _schedule_problems(levels: Sequence[float] | None, steps: int) -> list[str]:
+    if levels is None:
+        return []
+    if len(levels) != steps + 1:
+        return [
             f"scheduler: base_schedule has {len(levels)} noise levels for {steps} steps: there must be "
             f"{steps + 1}"
-        )
-    elif levels is not None and (
-        levels[0] > 1 or levels[-1] != 0 or sorted(set(levels), reverse=True) != list(levels)
-    ):
-        problems.append(f"scheduler: base_schedule = {list(levels)}: must fall from at most 1 to 0")
-    return problems
+        ]
+    if levels[0] > 1 or levels[-1] != 0 or sorted(set(levels), reverse=True) != list(levels):
+        return [f"scheduler: base_schedule = {list(levels)}: must fall from at most 1 to 0"]
+    return []

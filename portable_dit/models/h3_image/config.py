@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from portable_dit.errors import WeightsError, near
-from portable_dit.models.h3_image.buildable import require_buildable
-from portable_dit.models.h3_image.config_json import (
+from portable_dit.models.config_json import (
     inner_object,
     plain,
     read_config,
     read_json,
     whole_number,
 )
+from portable_dit.models.h3_image.buildable import require_buildable
 from portable_dit.models.h3_image.private_block import read_private_block
 from portable_dit.models.h3_image.qwen_config import QwenConfig, is_qwen
 
@@ -116,7 +116,8 @@ class DiTConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        return plain(self)
+        """For a file written from the module's own state dict, whose fused rows are stacked."""
+        return {**plain(self), "qkv_rows": "stacked"}
 
 
 @dataclass(frozen=True)
@@ -191,13 +192,14 @@ class VAEConfig:
         for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
             if len(values) != config.latent_channels:
                 raise WeightsError(
-                    f"vae/config.json: {len(values)} values in {name} for {config.latent_channels} latent "
-                    "channels: there must be one for each. Restore the file from the checkpoint."
+                    f"{where}: {len(values)} values in {name} for {config.latent_channels} latent channels "
+                    "(latent_channels): there must be one for each. Restore the file from the checkpoint."
                 )
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        return plain(self)
+        """For a file written from the module's own state dict, whose fused rows are stacked."""
+        return {**plain(self), "qkv_rows": "stacked"}
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,10 @@ class TextConfig:
     max_tokens: int = 64
     picture_labels: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_attention_heads
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> TextConfig:

@@ -225,12 +225,12 @@ class H3Image:
 
     @torch.no_grad()
     def decode(self, latents: Tensor, *, run: TileRunner = run_tiles, tile_batch: int = TILE_BATCH) -> Tensor:
-        """Latents float32 [1, C, h, w] -> pixels uint8 [H, W, 3], a view of [3, H, W]."""
+        """Latents float32 [1, C, h, w] -> values in 0 .. 1 and a little beyond, [3, H, W]."""
         return self.vae.decode(latents, run=run, max_tiles=tile_batch)[0]
 
     @torch.no_grad()
     def preview(self, latents: Tensor) -> Tensor:
-        """The picture at one tile's size or less, from latents averaged down: uint8 [H, W, 3]."""
+        """The picture at one tile's size or less, from latents averaged down: values [3, H, W]."""
         shrink = max(latents.shape[-2:]) / PREVIEW_CELLS
         if shrink > 1:
             size = [max(1, round(side / shrink)) for side in latents.shape[-2:]]

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from portable_dit.errors import RecipeError, WeightsError
+from portable_dit.models.config_json import read_json
 from portable_dit.models.h3_image.config import DiTConfig, H3Config, VAEConfig
-from portable_dit.models.h3_image.config_json import read_json
 from portable_dit.models.h3_image.markers import FP8, INT8, MARKER, W4A8, read_marker
 from portable_dit.models.h3_image.private_block import HEADS_CONFIG
 from portable_dit.models.spec import HubFiles

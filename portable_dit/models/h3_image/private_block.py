@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_dit.errors import WeightsError
-from portable_dit.models.h3_image.config_json import inner_object, read_config, read_json
+from portable_dit.models.config_json import inner_object, read_config, read_json
 
 BLOCK = "_minimax_h3"
 HEADS_CONFIG = "pdd_config.json"

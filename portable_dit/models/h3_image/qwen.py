@@ -1,9 +1,9 @@
 """The text encoder of H3-Image: Qwen3-VL's vision tower and its first 50 decoder layers.
 
-The modules are transformers' own; around them is only what a state needs. They are put together here instead
-of through its model class because that class has a final norm, a word head and 14 layers more, and would read
-them all. Attention goes through our seam, by the hook transformers has for other attention functions, so that
-the plan's choice of a kernel reaches this encoder too.
+The tower and the rotary embedding are transformers' own modules; the tower's attention goes through our
+seam, by the hook transformers has for other attention functions. The layers are those of `text`, with seams
+of their own: a prompt has few tokens, and launching small kernels took four times as long as reading the
+weights. There is no final norm and no word head, and only the layers are read that a state needs.
 
 transformers takes seconds to import, so this file is imported when such an encoder is built, and only then.
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig, Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLTextDecoderLayer,
     Qwen3VLTextRotaryEmbedding,
     Qwen3VLVisionModel,
     Qwen3VLVisionRotaryEmbedding,
@@ -29,9 +28,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 
 from portable_dit.masks import NO_MASK, Causal, Mask
 from portable_dit.models.h3_image.qwen_config import QwenConfig
-from portable_dit.models.h3_image.text import Conditioning
+from portable_dit.models.h3_image.text import Conditioning, TextLayer
 from portable_dit.models.h3_image.tokens import QwenTokenizer, present
-from portable_dit.ops import Attention
+from portable_dit.ops import Attention, Rotary
 
 SEAM = "portable_dit"
 
@@ -56,14 +55,10 @@ class QwenEncoder(nn.Module):
         self.config = config
         text = Qwen3VLTextConfig(**{**config.text_dict(), "num_hidden_layers": config.used_layers})
         vision = Qwen3VLVisionConfig(**config.vision_dict())
-        text._attn_implementation = vision._attn_implementation = SEAM
+        vision._attn_implementation = SEAM
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Qwen3VLTextDecoderLayer(text, n) for n in range(config.used_layers))
+        self.layers = nn.ModuleList(TextLayer(config) for _ in range(config.used_layers))
         self.visual = Qwen3VLVisionModel(vision)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        for layer in self.layers:
-            attention = cast(nn.Module, layer.self_attn)
-            attention.seam = Attention(heads, config.head_dim, num_kv_heads=kv_heads)
         for block in self.visual.blocks:
             attention = cast(nn.Module, block.attn)
             attention.seam = Attention(config.vision.num_heads, config.vision.head_dim)
@@ -89,9 +84,11 @@ class QwenEncoder(nn.Module):
             x = x.index_put((pads,), seen.pooler_output.to(x.dtype))
             features = seen.deepstack_features
         x = x[None]
-        rotary = self.rotary_emb(x, positions[:, None])
+        pairs = self.config.head_dim // 2  # transformers gives each angle twice
+        rotary = Rotary(*(angles[..., :pairs] for angles in self.rotary_emb(x, positions[:, None])))
+        mask: Mask = Causal() if x.shape[1] > 1 else NO_MASK
         for depth, layer in enumerate(self.layers):
-            x = layer(x, position_embeddings=rotary, attention_mask=None)
+            x = layer(x, rotary, mask)
             if depth < len(features):  # what the tower saw half-way is added behind the first layers
                 x = x.clone()
                 x[0, pads] = x[0, pads] + features[depth]

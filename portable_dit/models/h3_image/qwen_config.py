@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from portable_dit.errors import WeightsError
-from portable_dit.models.h3_image.config_json import inner_object, read_config
+from portable_dit.models.config_json import inner_object, read_config
 
 WHERE = "text_encoder/config.json"
 STATE = 50  # which hidden state the transformer takes, 0 = the word embeddings
@@ -44,6 +44,24 @@ class VisionConfig:
         """Pixels along each side of what one row of the text stands for."""
         return self.patch_size * self.merge_size
 
+    def problems(self) -> list[str]:
+        """Sizes that do not go together."""
+        problems = []
+        if self.hidden_size % (4 * self.num_heads):
+            problems.append(
+                f"the vision tower's hidden_size = {self.hidden_size} must be a multiple of four times its "
+                f"num_heads = {self.num_heads}"
+            )
+        if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
+            problems.append(f"num_position_embeddings = {self.num_position_embeddings} must be a square")
+        if any(layer >= self.depth for layer in self.deepstack):
+            problems.append(
+                f"deepstack_visual_indexes = {list(self.deepstack)} must be below depth = {self.depth}"
+            )
+        if self.in_channels != 3:
+            problems.append(f"in_channels = {self.in_channels} must be 3, red, green and blue")
+        return problems
+
 
 @dataclass(frozen=True)
 class ImageProcessorConfig:
@@ -64,12 +82,12 @@ class ImageProcessorConfig:
         where = "processor/preprocessor_config.json"
         size = inner_object(raw, "size", where)
         known = {key: raw[key] for key in ("image_mean", "image_std") if key in raw}
-        for ours, theirs in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-            value = raw.get(ours) or size.get(theirs) or size.get(ours)
-            if value is not None:
-                known[ours] = value
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            # The areas, under whichever name; null means that the other one says it.
+            places = ((raw, name), (size, edge), (size, name))
+            known |= next(({key: part[key]} for part, key in places if part.get(key) is not None), {})
         guesses = ("min_pixels", "max_pixels", "image_mean", "image_std")
-        return read_config(cls, known, {}, unpublished=guesses, where=where)
+        return read_config(cls, known, _EDGES, unpublished=guesses, where=where)
 
 
 @dataclass(frozen=True)
@@ -205,11 +223,28 @@ class QwenConfig:
                 f"{WHERE}: {', '.join(f'{name} = {mark}' for name, mark in marks.items())}: must be below "
                 f"vocab_size = {self.vocab_size}. Restore the file from the checkpoint."
             )
-        if self.vision.out_hidden_size != self.hidden_size:
-            raise WeightsError(
-                f"{WHERE}: the vision tower gives rows of width {self.vision.out_hidden_size}, the text "
-                f"takes {self.hidden_size}: they must be equal. Restore the file from the checkpoint."
+        problems = [*self._text_problems(), *self.vision.problems()]
+        if problems:
+            raise WeightsError(f"{WHERE}: {'; '.join(problems)}. Restore the file from the checkpoint.")
+
+    def _text_problems(self) -> list[str]:
+        problems = []
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"{self.num_key_value_heads} key heads (num_key_value_heads) must divide "
+                f"{self.num_attention_heads} query heads (num_attention_heads)"
             )
+        if 2 * sum(self.mrope_section) != self.head_dim:
+            problems.append(
+                f"mrope_section = {list(self.mrope_section)} must add up to half of a head's channels "
+                f"(head_dim = {self.head_dim})"
+            )
+        if self.vision.out_hidden_size != self.hidden_size:
+            problems.append(
+                f"the vision tower gives rows of width {self.vision.out_hidden_size} (out_hidden_size), the "
+                f"text takes {self.hidden_size} (hidden_size): they must be equal"
+            )
+        return problems
 
 
 @dataclass(frozen=True)
@@ -239,6 +274,7 @@ def is_qwen(raw: Mapping[str, Any]) -> bool:
 
 
 _TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+_EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 _SPELLINGS = {
     "num_hidden_layers": "num_layers",
     "intermediate_size": "ffn_size",

@@ -10,17 +10,14 @@ Letters: N out features, K in features, C channels.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from portable_dit.errors import WeightsError, near
 from portable_dit.models.h3_image.config import DiTConfig, H3Config, VAEConfig
 from portable_dit.models.h3_image.dialects import (
     DIALECTS,
@@ -33,6 +30,17 @@ from portable_dit.models.h3_image.dit import H3Transformer
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN, QwenConfig
 from portable_dit.models.h3_image.qwen_files import write_qwen_files
 from portable_dit.models.h3_image.vae import ImageVAE
+from portable_dit.models.random_files import (
+    PlannedFile,
+    as_parameter,
+    bytes_of,
+    choose,
+    draw,
+    in_shards,
+    require_new,
+    write_index,
+    write_json,
+)
 from portable_dit.safetensors_file import TensorFileWriter
 
 # Sums of multiples of this stay exact in float32, so that heads stored as offsets come out the same.
@@ -79,12 +87,9 @@ SHARD_BYTES = {"tiny": 600_000, "full": 5_200_000_000}
 
 
 @dataclass(frozen=True)
-class PlannedFile:
-    """One safetensors file: its path in the checkpoint, and name -> (dtype, shape) of its tensors."""
+class _File(PlannedFile):
+    """units: what its tensors are made of."""
 
-    path: str
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    bytes: int
     units: tuple[_Unit, ...]
 
 
@@ -106,13 +111,13 @@ class _Unit:
         return self.lay_out(self.name, torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
 
-def plan_random(config: str, dialect: str) -> list[PlannedFile]:
+def plan_random(config: str, dialect: str) -> Sequence[PlannedFile]:
     """The safetensors files of a random checkpoint, before anything is drawn. Raises WeightsError."""
-    if config not in CONFIGS:
-        raise WeightsError(f"config {config!r} is not known.{near(config, list(CONFIGS))}")
-    if dialect not in DIALECTS:
-        raise WeightsError(f"dialect {dialect!r} is not known.{near(dialect, list(DIALECTS))}")
-    sizes, form = CONFIGS[config], DIALECTS[dialect]
+    return _plan(config, dialect)
+
+
+def _plan(config: str, dialect: str) -> list[_File]:
+    sizes, form = choose("config", config, CONFIGS), choose("dialect", dialect, DIALECTS)
     limit = SHARD_BYTES[config]
     dit = list(_dit_units(sizes.dit, form))
     vae = list(_vae_units(sizes.vae, form))
@@ -131,14 +136,13 @@ def write_random(
     dialect: str,
     seed: int,
     on_file: Callable[[str, int], None] = lambda path, size: None,
-) -> list[PlannedFile]:
+) -> Sequence[PlannedFile]:
     """Writes a random checkpoint into a new or empty folder.
 
     on_file: told each file and its bytes as its turn comes. Raises WeightsError before anything is written.
     """
-    files = plan_random(config, dialect)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightsError(f"{folder}: there is something already. Name a new or empty folder.")
+    files = _plan(config, dialect)
+    require_new(folder)
     for file in files:
         on_file(file.path, file.bytes)
         path = folder / file.path
@@ -147,7 +151,7 @@ def write_random(
         with TensorFileWriter(path, file.tensors, metadata) as writer:
             for unit in file.units:
                 for name, tensor in unit.draw(seed).items():
-                    writer.write(name, _bytes(tensor))
+                    writer.write(name, bytes_of(tensor))
     _write_indexes(folder, files)
     _write_configs(folder, CONFIGS[config], DIALECTS[dialect], canvas=config == "tiny")
     return files
@@ -157,7 +161,7 @@ def _dit_units(config: DiTConfig, dialect: Dialect) -> Iterator[_Unit]:
     config = dialect.dit_config(config)
     with torch.device("meta"):
         model = H3Transformer(config)
-    for name, tensor in _in_place_of_init(model):
+    for name, tensor in model.state_dict().items():
         if name.startswith("final_layer.video_out."):
             continue  # drawn with the heads
         shape = tuple(tensor.shape)
@@ -171,7 +175,7 @@ def _dit_units(config: DiTConfig, dialect: Dialect) -> Iterator[_Unit]:
 def _vae_units(config: VAEConfig, dialect: Dialect) -> Iterator[_Unit]:
     with torch.device("meta"):
         model = ImageVAE(config)
-    for name, tensor in _in_place_of_init(model):
+    for name, tensor in model.state_dict().items():
         yield _Unit(
             "vae",
             name,
@@ -239,87 +243,57 @@ def _affine(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
 
-def _in_place_of_init(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.state_dict(keep_vars=True).items()
-
-
 def _draw(unit: _Unit, seed: int) -> Tensor:
-    """Numbers that bfloat16 holds: matrices of variance 1 / K, norms near one, small biases."""
-    key = hashlib.sha256(f"{seed}/{unit.component}/{unit.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
-    noise = torch.randn(unit.shape, generator=generator)
+    """Numbers that bfloat16 holds."""
+    noise = draw(f"{seed}/{unit.component}/{unit.name}", unit.shape)
     if unit.name.startswith("final_layer.heads."):
         scale = unit.shape[-1] ** -0.5 if len(unit.shape) == 3 else 0.1
         noise[1:] = noise[:1] + HEAD_OFFSET * noise[1:]
         return (scale * noise / HEAD_GRID).round() * HEAD_GRID
-    if len(unit.shape) > 1:
-        noise *= noise[0].numel() ** -0.5
-    elif unit.name.endswith("bias"):
-        noise *= 0.02
-    else:
-        noise = 1.0 + 0.1 * noise
-    return noise.bfloat16()
+    return as_parameter(unit.name, noise).bfloat16()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-
-
-def _files(units: list[_Unit], folder: str, name: str | None, limit: int | None) -> list[PlannedFile]:
+def _files(units: Sequence[_Unit], folder: str, name: str | None, limit: int | None) -> list[_File]:
     """The files of one component: a single one, or shards of about `limit` bytes."""
-    shards: list[tuple[list[_Unit], dict[str, tuple[str, tuple[int, ...]]], int]] = [([], {}, 0)]
-    for unit in units:
-        laid = unit.on_meta()
-        size = sum(tensor.nbytes for tensor in laid.values())
-        if limit is not None and shards[-1][0] and shards[-1][2] + size > limit:
-            shards.append(([], {}, 0))
-        members, tensors, total = shards[-1]
-        members.append(unit)
-        tensors |= {n: (SAFETENSORS[t.dtype], tuple(t.shape)) for n, t in laid.items()}
-        shards[-1] = members, tensors, total + size
+    laid = {unit: unit.on_meta() for unit in units}
+    sizes = {unit: sum(tensor.nbytes for tensor in made.values()) for unit, made in laid.items()}
+    shards = in_shards(sizes.items(), limit)
     stem = "diffusion_pytorch_model" if folder.endswith("_diffusers") else "model"
-    single = name or f"{stem}.safetensors"
-    paths = (
-        [single]
-        if len(shards) == 1
-        else [f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    )
+    paths = [name or f"{stem}.safetensors"]
+    if len(shards) > 1:
+        paths = [f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     return [
-        PlannedFile(f"{folder}/{path}", tensors, total, tuple(members))
-        for path, (members, tensors, total) in zip(paths, shards, strict=True)
+        _File(
+            f"{folder}/{path}",
+            {n: (SAFETENSORS[t.dtype], tuple(t.shape)) for unit in members for n, t in laid[unit].items()},
+            sum(sizes[unit] for unit in members),
+            tuple(members),
+        )
+        for path, members in zip(paths, shards, strict=True)
     ]
 
 
-def _write_indexes(folder: Path, files: list[PlannedFile]) -> None:
+def _write_indexes(folder: Path, files: Sequence[PlannedFile]) -> None:
     """An index beside every component that has several files."""
     groups: dict[str, list[PlannedFile]] = {}
     for file in files:
         groups.setdefault(file.path.rpartition("/")[0], []).append(file)
     for name, group in groups.items():
         if len(group) > 1:
-            stem = Path(group[0].path).name.partition("-")[0]
-            places = {tensor: Path(file.path).name for file in group for tensor in file.tensors}
-            total = {"total_size": sum(file.bytes for file in group)}
-            text = {"metadata": total, "weight_map": dict(sorted(places.items()))}
-            _write_json(folder / name / f"{stem}.safetensors.index.json", text)
+            write_index(folder / name, Path(group[0].path).name.partition("-")[0], group)
 
 
 def _write_configs(folder: Path, config: H3Config, dialect: Dialect, *, canvas: bool) -> None:
     assert isinstance(config.text, QwenConfig)
     if dialect.dit_file is None:
-        _write_json(folder / dialect.dit_folder / "config.json", dialect.dit_json(config.dit))
-    _write_json(folder / dialect.vae_folder / "config.json", dialect.vae_json(config.vae))
-    _write_json(folder / "text_encoder" / "config.json", config.text.to_dict())
+        write_json(folder / dialect.dit_folder / "config.json", dialect.dit_json(config.dit))
+    write_json(folder / dialect.vae_folder / "config.json", dialect.vae_json(config.vae))
+    write_json(folder / "text_encoder" / "config.json", config.text.to_dict())
     write_qwen_files(folder, config.text)
     scheduler = {"_class_name": "MiniMaxH3Scheduler", "shift": config.scheduler.shift}
     scheduler["num_inference_steps"] = config.scheduler.num_inference_steps
-    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     index: dict[str, Any] = {"_minimax_h3": {"schema_version": 1}}
     if canvas:  # the tiny model draws small pictures
         index["canvas"] = {"default_width": 256, "default_height": 256, "min_side": 64}
-    _write_json(folder / ("modular_model_index.json" if dialect.diffusers else "model_index.json"), index)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / ("modular_model_index.json" if dialect.diffusers else "model_index.json"), index)

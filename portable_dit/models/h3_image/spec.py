@@ -68,9 +68,8 @@ class H3Spec(ModelSpec):
                 ),
             ),
         ]
-        heads, kv_heads = text.num_attention_heads, text.num_attention_heads
+        heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
         if isinstance(text, QwenConfig):
-            kv_heads = text.num_key_value_heads
             patches = text.vision.merge_size**2
             requests += [  # each picture sees itself alone in the tower
                 (
@@ -94,8 +93,13 @@ class H3Spec(ModelSpec):
                 FusionRequest("head_norm_rotary", dtype, vae.decoder_attention_head_dim),
                 FusionRequest("swiglu", dtype, vae.decoder_ffn_mult * vae.decoder_hidden_size),
             )
-        if component != "dit":
-            return ()
+        if component == "text_encoder":
+            text = self.config.text
+            return (
+                FusionRequest("rms_norm", dtype, text.hidden_size),
+                FusionRequest("head_norm_rotary", dtype, text.head_dim),
+                FusionRequest("swiglu", dtype, text.ffn_size),
+            )
         return (
             FusionRequest("norm_modulate", dtype, width),
             FusionRequest("gated_residual", dtype, width),
@@ -286,9 +290,7 @@ def make_spec(model: str, config: H3Config, *, notes: tuple[str, ...] = ()) -> H
         producers=PRODUCERS,
         temporary=TEMPORARY,
         tensor_plan=_tensor_plan(config),
-        num_text_heads=(
-            text.num_key_value_heads if isinstance(text, QwenConfig) else text.num_attention_heads
-        ),
+        num_text_heads=text.num_key_value_heads,
         text_ffn_size=text.ffn_size,
         config=config,
     )

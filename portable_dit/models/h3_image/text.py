@@ -2,8 +2,8 @@
 
 A conditioner gives states [L, text_dim] and a tag for each row. The small checkpoint has a conditioner of its
 own, a frozen word-piece table and two causal Qwen3-style layers; the big one takes a layer of Qwen3-VL, which
-sees the references too. Both answer through `Conditioning`, so nothing behind this file knows which one
-spoke.
+sees the references too and has the same kind of layers (`qwen`). Both answer through `Conditioning`, so
+nothing behind this file knows which one spoke.
 
 Letters: B batch, L tokens, C channels, N heads, D head_dim.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from portable_dit.masks import NO_MASK, Causal, Mask
 from portable_dit.models.h3_image.config import TextConfig
+from portable_dit.models.h3_image.qwen_config import QwenConfig
 from portable_dit.models.h3_image.tokens import TEXT_TAG, WordPiece, piece_ids
 from portable_dit.ops import Attention, HeadNormRotary, RMSNorm, Rotary, SwiGLU
 
@@ -35,19 +36,23 @@ class Conditioning:
 
 
 class TextAttention(nn.Module):
-    """Causal attention with normalised queries and keys."""
+    """Causal attention with normalised queries and keys, and as many key heads as the config says."""
 
-    def __init__(self, config: TextConfig) -> None:
+    def __init__(self, config: TextConfig | QwenConfig) -> None:
         super().__init__()
-        inner = config.num_attention_heads * config.head_dim
+        inner, keys = (
+            count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads)
+        )
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, inner, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
         self.q_norm = HeadNormRotary(config.head_dim, config.rms_norm_eps)
         self.k_norm = HeadNormRotary(config.head_dim, config.rms_norm_eps)
-        self.attend = Attention(config.num_attention_heads, config.head_dim)
+        self.attend = Attention(
+            config.num_attention_heads, config.head_dim, num_kv_heads=config.num_key_value_heads
+        )
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rotary)  # [B, L, N, D]
@@ -60,7 +65,7 @@ class TextAttention(nn.Module):
 class TextMLP(nn.Module):
     """Gated feed-forward with Qwen3's names."""
 
-    def __init__(self, config: TextConfig) -> None:
+    def __init__(self, config: TextConfig | QwenConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
@@ -76,7 +81,7 @@ class TextMLP(nn.Module):
 class TextLayer(nn.Module):
     """One Qwen3-style decoder layer."""
 
-    def __init__(self, config: TextConfig) -> None:
+    def __init__(self, config: TextConfig | QwenConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = TextAttention(config)

@@ -23,8 +23,8 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from portable_dit.errors import RequestError, WeightsError
+from portable_dit.models.config_json import read_json
 from portable_dit.models.h3_image.config import H3Config, TextConfig
-from portable_dit.models.h3_image.config_json import read_json
 from portable_dit.models.h3_image.qwen_config import QwenConfig
 
 IMAGE_TAG, TEXT_TAG = 0, 1

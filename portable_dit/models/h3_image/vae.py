@@ -275,16 +275,13 @@ class ImageVAE(nn.Module):
         return self.normalize_latents(self._posterior(mean, logvar.clamp(-30.0, 20.0)))
 
     def decode(self, latents: Tensor, *, max_tiles: int = TILE_BATCH, run: TileRunner = run_tiles) -> Tensor:
-        """Normalised latents float32 [B, C, h, w] -> uint8 [B, H, W, 3], rounded on the device.
+        """Normalised latents float32 [B, C, h, w] -> values in 0 .. 1 and a little beyond, [B, 3, H, W].
 
-        The result is a view of [B, 3, H, W]: the host changes the layout once the bytes are there. On the
-        device that change has stalled repeated pictures of 4096 x 4096 (vLLM-Omni's announcement for
-        H3-Image). run: calls the network on the tiles.
+        run: calls the network on the tiles.
         """
-        pixels = self.denormalize_pixels(
+        return self.denormalize_pixels(
             self.decode_pixels(self.denormalize_latents(latents), max_tiles=max_tiles, run=run)
         )
-        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
 
     def decode_pixels(self, z: Tensor, *, max_tiles: int = TILE_BATCH, run: TileRunner = run_tiles) -> Tensor:
         """Raw latents [B, C, h, w] -> ImageNet-normalised [B, 3, H, W], tiled and blended."""

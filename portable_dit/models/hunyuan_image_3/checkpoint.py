@@ -80,14 +80,6 @@ def stack_qkv_rows(rows: Tensor, config: DiTConfig) -> Tensor:
     return torch.cat([part.flatten(0, 2) for part in parts])
 
 
-def group_qkv_rows(rows: Tensor, config: DiTConfig) -> Tensor:
-    """The inverse of `stack_qkv_rows`."""
-    heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.attention_head_dim
-    parts = torch.split(rows, [heads * size, groups * size, groups * size])
-    grouped = [part.reshape(groups, -1, size, *rows.shape[1:]) for part in parts]
-    return torch.cat(grouped, dim=1).flatten(0, 2)
-
-
 def swap_halves(rows: Tensor) -> Tensor:
     """[up ; gate] -> [gate ; up] and back."""
     return torch.cat(rows.chunk(2)[::-1])

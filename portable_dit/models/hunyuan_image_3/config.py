@@ -7,14 +7,14 @@ change the arithmetic (another activation, dropped tokens, shared keys between l
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from portable_dit.errors import WeightsError
+from portable_dit.models.config_json import inner_object, plain, read_config, read_json
 from portable_dit.models.hunyuan_image_3.buckets import canvases
 
 TEMPLATES = ("pretrain", "instruct")
@@ -36,6 +36,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "img_proj_type": ("unet",),
     "patch_size": (1,),
 }
+NORM_GROUPS = 32  # of the transformer's convolutional blocks
 PER_LAYER = ("moe_intermediate_size", "moe_topk", "num_shared_expert")
 
 
@@ -63,6 +64,7 @@ class DiTConfig:
     max_position_embeddings: int = 22800
     cfg_distilled: bool = False
     use_meanflow: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def qkv_size(self) -> int:
@@ -100,6 +102,7 @@ class VAEConfig:
     ffactor_temporal: int = 4
     scaling_factor: float = 0.562679178327931
     norm_num_groups: int = 32
+    notes: tuple[str, ...] = ()
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -113,27 +116,31 @@ class VAEConfig:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What generation_config.json says of sampling, by the names it uses."""
+    """What generation_config.json says of sampling, by the names it uses.
+
+    notes: defaults that were used because the file does not say.
+    """
 
     diff_infer_steps: int = 50
     diff_guidance_scale: float = 2.5
     flow_shift: float = 3.0
     sequence_template: str = "instruct"
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class HunyuanConfig:
-    """All of a checkpoint. folder: where its tokenizer is, None for random weights.
-
-    notes: defaults that were used because the files do not say.
-    """
+    """All of a checkpoint. folder: where its tokenizer is, None for random weights."""
 
     dit: DiTConfig = DiTConfig()
     vae: VAEConfig = VAEConfig()
     generation: GenerationConfig = GenerationConfig()
     folder: Path | None = None
     system_prompts: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.generation.notes
 
     @property
     def canvases(self) -> tuple[tuple[int, int], ...]:
@@ -148,56 +155,38 @@ class HunyuanConfig:
         where = str(folder / "config.json")
         if raw.get("model_type") not in (None, "hunyuan_image_3_moe"):
             raise WeightsError(
-                f"{where}: model_type is {raw['model_type']!r}, not hunyuan_image_3_moe. Name the folder of "
-                "a HunyuanImage-3.0 checkpoint, or another model."
+                f"{where}: model_type is {raw['model_type']!r:.80}, not hunyuan_image_3_moe. Name the folder "
+                "of a HunyuanImage-3.0 checkpoint, or another model."
             )
         _refuse_other_arithmetic(raw, where)
-        dit = _read(DiTConfig, _levelled(raw, where), where, {"head_dim": "attention_head_dim"})
-        vae_raw = raw.get("vae", {})
-        if not isinstance(vae_raw, Mapping):
-            raise WeightsError(f"{where}: vae must be a JSON object. Restore the file from the checkpoint.")
-        vae = _read(VAEConfig, vae_raw, f"{where}: vae", {})
-        path, notes = folder / "generation_config.json", []
-        sampling = read_json(path) if path.is_file() else {}
-        for name in [f.name for f in fields(GenerationConfig) if f.name not in sampling]:
-            default = getattr(GenerationConfig(), name)
-            notes.append(f"generation_config.json does not give {name}; using {default}.")
-        generation = _read(GenerationConfig, sampling, str(path), {})
-        config = cls(dit, vae, generation, folder, system_prompts, tuple(notes))
+        sampling = read_json(folder / "generation_config.json", required=False)
+        config = cls(
+            read_config(DiTConfig, _levelled(raw, where), _SPELLINGS, unpublished=(), where=where),
+            read_config(
+                VAEConfig, inner_object(raw, "vae", where), {}, unpublished=(), where=f"{where}, block vae"
+            ),
+            read_config(
+                GenerationConfig, sampling, {}, unpublished=_SAMPLING, where="generation_config.json"
+            ),
+            folder,
+            system_prompts,
+        )
         _refuse_unbuildable(config, where)
         return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises WeightsError when it is not there or is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WeightsError(
-            f"{path}: missing. A HunyuanImage-3.0 checkpoint needs it; is the download complete?"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(
-            f"{path}: not readable as JSON ({error}). Restore it from the checkpoint."
-        ) from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path}: must hold a JSON object. Restore it from the checkpoint.")
-    return value
-
-
 def config_json(config: HunyuanConfig) -> dict[str, Any]:
     """config.json of a checkpoint with these sizes, in the published layout."""
-    dit = {**asdict(config.dit), "head_dim": config.dit.attention_head_dim}
+    dit = {**plain(config.dit), "head_dim": config.dit.attention_head_dim}
     for name in PER_LAYER:
         dit[name] = [dit[name]] * config.dit.num_hidden_layers
-    vae = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(config.vae).items()}
     fixed = {name: allowed[0] for name, allowed in FIXED.items()}
-    return {"model_type": "hunyuan_image_3_moe", **fixed, **dit, "vae": vae}
+    return {"model_type": "hunyuan_image_3_moe", **fixed, **dit, "vae": plain(config.vae)}
 
 
 def _refuse_other_arithmetic(raw: Mapping[str, Any], where: str) -> None:
     wrong = [
-        f"{key} = {raw[key]!r}, only {allowed[0]!r} is computed here"
+        f"{key} = {raw[key]!r:.80}, only {allowed[0]!r} is computed here"
         for key, allowed in FIXED.items()
         if key in raw and raw[key] not in (*allowed, None)
     ]
@@ -221,63 +210,74 @@ def _levelled(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def _read(cls: type[Any], raw: Mapping[str, Any], where: str, spellings: Mapping[str, str]) -> Any:
-    """A config from a JSON object; keys that it does not know are the publisher's own business."""
-    named = {spellings.get(key, key): value for key, value in raw.items()}
-    config = cls()
-    values: dict[str, Any] = {}
-    for f in fields(cls):
-        if named.get(f.name) is None:
-            continue
-        default, value = getattr(config, f.name), named[f.name]
-        if isinstance(default, tuple) and isinstance(value, list):
-            value = tuple(value)
-        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        numbers = value if isinstance(value, tuple) else (value,)
-        kinds = {type(item) for item in default} if isinstance(default, tuple) else {type(default)}
-        sound = type(value) is type(default) and numbers and all(type(n) in kinds for n in numbers)
-        if not sound or any(_unsound(number) for number in numbers):
-            raise WeightsError(
-                f"{where}: {f.name} = {value!r} must be like {default!r}: numbers above 0. "
-                "Restore the file from the checkpoint."
-            )
-        values[f.name] = value
-    return replace(config, **values)
-
-
-def _unsound(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return not math.isfinite(value) or value <= 0
-
-
 def _refuse_unbuildable(config: HunyuanConfig, where: str) -> None:
     """Sizes that do not go together."""
-    dit, vae = config.dit, config.vae
-    problems = []
+    problems = [*_dit_problems(config), *_vae_problems(config.vae)]
+    if config.generation.sequence_template not in TEMPLATES:
+        template = config.generation.sequence_template
+        problems.append(f"sequence_template = {template!r:.80} must be one of {', '.join(TEMPLATES)}")
+    if problems:
+        raise WeightsError(f"{where}: {'; '.join(problems)}. Restore the file from the checkpoint.")
+
+
+def _dit_problems(config: HunyuanConfig) -> list[str]:
+    dit, vae, problems = config.dit, config.vae, []
     if dit.num_attention_heads % dit.num_key_value_heads:
         problems.append(
-            f"{dit.num_key_value_heads} key heads must divide {dit.num_attention_heads} query heads"
+            f"{dit.num_key_value_heads} key heads (num_key_value_heads) must divide "
+            f"{dit.num_attention_heads} query heads (num_attention_heads)"
         )
     if dit.attention_head_dim % 4:
         problems.append(f"attention_head_dim = {dit.attention_head_dim} must be a multiple of 4")
+    problems += [
+        f"{name} = {channels} must be a multiple of {NORM_GROUPS}, the groups of a norm"
+        for name in ("hidden_size", "patch_embed_hidden_dim")
+        if (channels := getattr(dit, name)) % NORM_GROUPS
+    ]
     if dit.moe_topk > dit.num_experts:
-        problems.append(f"moe_topk = {dit.moe_topk} of {dit.num_experts} experts")
+        problems.append(f"moe_topk = {dit.moe_topk} of {dit.num_experts} experts (num_experts)")
     if dit.cfg_distilled != dit.use_meanflow:
         problems.append("cfg_distilled and use_meanflow go together in the Distil form, here one is set")
-    for name, factor in (
-        ("ffactor_spatial", vae.ffactor_spatial),
-        ("ffactor_temporal", vae.ffactor_temporal),
-    ):
-        if factor & (factor - 1) or factor > 2 ** (len(vae.block_out_channels) - 1):
-            problems.append(f"{name} = {factor} must be a power of two with a level for each doubling")
     if dit.image_base_size % (16 * vae.ffactor_spatial) and dit.image_base_size != 1024:
         problems.append(
             f"image_base_size = {dit.image_base_size} must be a multiple of {16 * vae.ffactor_spatial}"
         )
-    if config.generation.sequence_template not in TEMPLATES:
-        template = config.generation.sequence_template
-        problems.append(f"sequence_template = {template!r} must be one of {', '.join(TEMPLATES)}")
-    if problems:
-        raise WeightsError(f"{where}: {'; '.join(problems)}. Restore the file from the checkpoint.")
+    return problems
+
+
+def _vae_problems(config: VAEConfig) -> list[str]:
+    """What the convolutions, and the paths around them that repeat channels, need of the sizes."""
+    problems = []
+    levels, groups = config.levels, config.norm_num_groups
+    if any(channels % groups for channels in levels):
+        problems.append(
+            f"vae: block_out_channels = {list(config.block_out_channels)} must be multiples of "
+            f"norm_num_groups = {groups}"
+        )
+    factors = {
+        name: getattr(config, name)
+        for name in ("ffactor_spatial", "ffactor_temporal")
+        if getattr(config, name).bit_count() != 1 or getattr(config, name) > 2 ** (len(levels) - 1)
+    }
+    problems += [
+        f"vae: {name} = {factor} must be a power of two with a level for each doubling"
+        for name, factor in factors.items()
+    ]
+    if config.out_channels != 3:
+        problems.append(f"vae: out_channels = {config.out_channels} must be 3, red, green and blue")
+    if levels[0] % config.latent_channels:
+        problems.append(
+            f"vae: latent_channels = {config.latent_channels} must divide the last of block_out_channels"
+        )
+    for level in range(0 if factors else round(math.log2(config.ffactor_spatial))):
+        times = config.frames(level + 1) // config.frames(level)
+        if 4 * times * levels[level + 1] % levels[level]:
+            problems.append(
+                f"vae: block_out_channels = {list(config.block_out_channels)}: {levels[level]} channels "
+                f"must divide {4 * times} times {levels[level + 1]}, which an upsampling makes of them"
+            )
+    return problems
+
+
+_SPELLINGS = {"head_dim": "attention_head_dim"}
+_SAMPLING = ("diff_infer_steps", "diff_guidance_scale", "flow_shift", "sequence_template")

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from portable_dit.masks import Causal, CausalWithFullSpans, Mask
-from portable_dit.models.hunyuan_image_3.config import DiTConfig
+from portable_dit.models.hunyuan_image_3.config import NORM_GROUPS, DiTConfig
 from portable_dit.ops import (
     Attention,
     Experts,
@@ -36,7 +36,7 @@ from portable_dit.ops import (
 )
 
 SINUSOIDS = 256  # of a time, whatever the width
-NORM_GROUPS, NORM_EPS = 32, 1e-5  # of the convolutional blocks
+NORM_EPS = 1e-5  # of the convolutional blocks
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from portable_dit.models.hunyuan_image_3.dit import (
 )
 from portable_dit.models.hunyuan_image_3.spec import HunyuanSpec, tile_axes
 from portable_dit.models.hunyuan_image_3.tokens import TextTokens
-from portable_dit.models.hunyuan_image_3.vae import Decoder, to_pixels
+from portable_dit.models.hunyuan_image_3.vae import Decoder
 from portable_dit.models.spec import COMPONENTS, TILE_BATCH, Schedule, TileRunner
 from portable_dit.ops import Rotary
 from portable_dit.sampling import draw_noise, shift_sigmas, times_of, uniform_sigmas
@@ -231,25 +231,26 @@ class HunyuanImage:
 
     @torch.no_grad()
     def decode(self, latents: Tensor, *, run: TileRunner, tile_batch: int = TILE_BATCH) -> Tensor:
-        """Latents float32 [1, C, h, w] -> pixels uint8 [H, W, 3], a view of [3, H, W]."""
+        """Latents float32 [1, C, h, w] -> values in 0 .. 1 and a little beyond, [3, H, W]."""
         config = self.spec.config.vae
         z = latents / config.scaling_factor
         if not tile_batch:
-            return to_pixels(run(self.vae, z, 1)[0])
+            return from_centre(run(self.vae, z, 1)[0])
         ratio = config.ffactor_spatial
         rows, columns = tile_axes(z.shape[-1] * ratio, z.shape[-2] * ratio, config)
         tiles = cut_tiles(z, rows // ratio, columns // ratio)  # [rows, columns, 1, C, h, w]
         decoded = run(self.vae, tiles.flatten(0, 2), tile_batch)
-        return to_pixels(blend_tiles(decoded.reshape(*tiles.shape[:3], *decoded.shape[1:]), rows, columns)[0])
+        blended = blend_tiles(decoded.reshape(*tiles.shape[:3], *decoded.shape[1:]), rows, columns)
+        return from_centre(blended[0])
 
     @torch.no_grad()
     def preview(self, latents: Tensor) -> Tensor:
-        """The picture small, from latents averaged down: uint8 [H, W, 3]."""
+        """The picture small, from latents averaged down: values [3, H, W]."""
         shrink = max(latents.shape[-2:]) / PREVIEW_CELLS
         if shrink > 1:
             size = [max(1, round(side / shrink)) for side in latents.shape[-2:]]
             latents = F.interpolate(latents, size=size, mode="area")
-        return to_pixels(self.vae(latents / self.spec.config.vae.scaling_factor)[0])
+        return from_centre(self.vae(latents / self.spec.config.vae.scaling_factor)[0])
 
     def _times(self, schedule: Schedule, guidance: float | None) -> Times:
         """Embeddings of all steps, each made on its own, so that none depends on how many there are."""
@@ -263,6 +264,11 @@ class HunyuanImage:
             patch=torch.stack([dit.time_embed(t) for t in now]),
             final=torch.stack([dit.time_embed_2(t) for t in now]),
         )
+
+
+def from_centre(values: Tensor) -> Tensor:
+    """Values in -1 .. 1 as float32 in 0 .. 1."""
+    return values.float() / 2 + 0.5
 
 
 def build(spec: HunyuanSpec, dtypes: Mapping[str, torch.dtype]) -> HunyuanImage:

@@ -28,9 +28,9 @@ def read_system_prompts(folder: Path) -> dict[str, str]:
         return {}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError) as error:
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two: too deep
         raise WeightsError(
-            f"{path}: not readable as Python ({error}). Restore it from the checkpoint."
+            f"{path}: not readable as Python ({error or 'nested too deep'}). Restore it from the checkpoint."
         ) from error
     texts = {
         target.id: statement.value.value

@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from portable_dit.errors import RequestError, WeightsError
-from portable_dit.models.hunyuan_image_3.config import HunyuanConfig, read_json
+from portable_dit.models.config_json import read_json
+from portable_dit.models.hunyuan_image_3.config import HunyuanConfig
 
 TOKENIZER_FILE = "tokenizer.json"
 START, EMPTY, ANSWER, IMAGE_START = "<|startoftext|>", "<cfg>", "<answer>", "<boi>"

@@ -179,8 +179,3 @@ class Decoder(nn.Module):
         for level in self.up:
             x = level(x)
         return self.conv_out.last(self.norm_out(x))
-
-
-def to_pixels(values: Tensor) -> Tensor:
-    """Values in -1 .. 1, [3, H, W], as uint8 [H, W, 3]: a view of [3, H, W]."""
-    return ((values.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)

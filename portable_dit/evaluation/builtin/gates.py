@@ -1,17 +1,25 @@
 """The gates of h3-mini for pictures that a server draws; what `portable-dit eval --suite builtin` runs.
 
-The cases and the judge are those of `tests/data/gates`, the scores those of `training.gates`: text to image
-is gate C, edits with one reference are gate D.
+Text to image is gate C, edits with one reference are gate D.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from portable_dit.evaluation.builtin.cases import CASES, Case, as_tensor, load_cases
+from portable_dit.evaluation.builtin.scores import (
+    EDIT_GATES,
+    T2I_GATES,
+    UNTOUCHED_SHARE,
+    Score,
+    score_edits,
+    score_t2i,
+)
 from portable_dit.image import encode, read_image
-from training.cases import Case, as_tensor, load_cases
-from training.gates import EDIT_GATES, T2I_GATES, UNTOUCHED_SHARE, Score, score_edits, score_t2i
-from training.shipped import CASES
 
 SIZE = 256
 ROUNDING = 1e-6  # a share is a float32 mean: 27 of 30 is 0.89999998
@@ -19,7 +27,7 @@ ROUNDING = 1e-6  # a share is a float32 mean: 27 of 30 is 0.89999998
 
 def evaluate_served(
     draw: Callable[..., bytes], *, samples_per_type: int | None = None, on_case: Callable[[str], None]
-) -> dict:
+) -> dict[str, Any]:
     """JSON-able scores and gates. draw: as of `server.client.Client`. samples_per_type: None = all."""
     cases = load_cases(CASES)
     kept: dict[str, list[Case]] = {}
@@ -66,7 +74,7 @@ def evaluate_served(
     }
 
 
-def gates_of(scores: dict[str, Score]) -> list[dict]:
+def gates_of(scores: dict[str, Score]) -> list[dict[str, Any]]:
     """Every gate with what was measured; one without a case for it is not passed."""
     needed = {f"t2i/{name}": least for name, least in T2I_GATES.items()}
     for kind, (gain, right) in EDIT_GATES.items():
