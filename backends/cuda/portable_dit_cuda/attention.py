@@ -18,9 +18,11 @@ class OnChips(PiecewiseAttention):
     def refuse(self, request: AttentionRequest, capabilities: Capabilities) -> Reject | None:
         capability = capability_of(capabilities)
         if capability < self.least or (self.most is not None and capability > self.most):
-            span = f"{self.least[0]}.{self.least[1]}" + (
-                f" to {self.most[0]}.{self.most[1]}" if self.most else " on"
-            )
+            span = ".".join(map(str, self.least))
+            if self.most is None:
+                span += " on"
+            elif self.most != self.least:
+                span += f" to {'.'.join(map(str, self.most))}"
             return Reject("arch", f"needs compute capability {span}, this is {capability[0]}.{capability[1]}")
         return super().refuse(request, capabilities)
 
