@@ -105,11 +105,13 @@ class Engine:
         """The pictures of a request.
 
         on_event: told what `stream` would yield, on this thread, while the drawing goes on. cancelled: asked
-        before each step, on the thread that draws; CancelledError is raised when it says yes. previews: steps
-        carry a small picture each, at the cost of a small decode. Ctrl-C, or an error in on_event, is raised
-        at once; what is being drawn stops after the step it is in, and the engine can draw again.
+        before each step or more often, not always on this thread; CancelledError is raised when it says yes.
+        previews: steps carry a small picture each, at the cost of a small decode. Ctrl-C, or an error in
+        on_event, is raised at once; what is being drawn stops after the step it is in, and the engine can
+        draw again.
         """
         resolved = self._resolved(request)
+        self._ready()  # before a place is waited for, which may never be free in a fork
         on_event(Queued())
         with self._alone():
             result = self._ready().draw(resolved, on_event, cancelled, previews)

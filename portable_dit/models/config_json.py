@@ -130,10 +130,13 @@ def whole_number(raw: Mapping[str, Any], key: str, where: str) -> int | None:
 
 
 def _converted(value: Any, default: Any) -> Any:
-    """JSON's lists as tuples, and whole numbers as floats where the default is one."""
-    if isinstance(value, list):
-        example = 1.0 if default is None else default[0] if isinstance(default, tuple) else value
-        return tuple(_converted(item, example) for item in value)
+    """JSON's lists as tuples, and whole numbers as floats where the default is one.
+
+    Lists in lists are left alone: no field has them, and they may be nested without end.
+    """
+    if isinstance(value, list) and (default is None or isinstance(default, tuple)):
+        example = 1.0 if default is None else default[0]
+        return tuple(item if isinstance(item, list) else _converted(item, example) for item in value)
     if isinstance(default, float) and type(value) is int and value.bit_length() < 64:
         return float(value)
     return value

@@ -90,10 +90,6 @@ class Replica:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    @property
-    def is_idle(self) -> bool:
-        return not self.current
-
     async def run(self) -> None:
         """Keeps a worker alive until `stop`."""
         pause = FIRST_PAUSE_SECONDS

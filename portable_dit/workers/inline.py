@@ -37,7 +37,11 @@ class ThisProcess:
                     setup, on_component=partial(tell, on_component), on_bytes=partial(tell, on_bytes)
                 )
 
-        self.loaded: LoadedModel | None = self._thread.call(load)
+        try:
+            self.loaded: LoadedModel | None = self._thread.call(load)
+        except BaseException:
+            self._thread.end()  # waits until what was loaded or written is gone: at the next tensor
+            raise
 
     def draw(
         self,

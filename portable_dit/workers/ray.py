@@ -37,7 +37,7 @@ PLACE_SECONDS = 120.0  # for Ray to find the devices of a replica
 POLL_SECONDS = 0.2
 ASK_SECONDS = 5.0  # between two looks at how far the actors are
 LOAD_SECONDS = 180.0  # of patience at least while they load, as for `mp`
-THREADS = 3  # of an actor: one draws, one is asked how far it is, one is told to stop
+THREADS = 3  # of an actor: one tells of the drawing, one says how far it is, one is told to stop
 
 
 class RankActor:

@@ -111,3 +111,15 @@ def test_a_size_without_end_is_refused_with_the_largest_there_is(tmp_path, key):
     (tmp_path / "config.json").write_text(json.dumps({**raw, key: 10**30}))
     with pytest.raises(WeightsError, match=rf"config\.json: {key} = 1000000000000.* must be at most "):
         read_spec("hunyuan-image-3", tmp_path)
+
+
+@pytest.mark.parametrize("depth", [2, 900])
+def test_lists_in_lists_are_refused_however_deep(tmp_path, depth):
+    write_configs(tmp_path, CONFIG)
+    path = tmp_path / "transformer" / "config.json"
+    rest = json.dumps(json.loads(path.read_text()))[1:]
+    key = '"hidden_size": '
+    assert key in rest
+    path.write_text("{" + rest.replace(key, key + "[" * depth + "1" + "]" * depth + ', "x": '))
+    with pytest.raises(WeightsError, match=r"transformer/config\.json: hidden_size = "):
+        read_spec("h3-image", tmp_path)

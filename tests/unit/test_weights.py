@@ -12,7 +12,7 @@ from portable_dit.errors import WeightsError
 from portable_dit.manifest import make_manifest, read_manifest, verify
 from portable_dit.models.spec import TensorSource
 from portable_dit.safetensors_file import open_tensor_file, stored_tensors
-from portable_dit.weights import Checkpoint, fill_random, load_component
+from portable_dit.weights import Checkpoint, _joined_as_shapes, fill_random, load_component
 
 
 def whole(name: str) -> TensorSource:
@@ -346,3 +346,16 @@ def test_a_broken_manifest_and_an_empty_folder_are_refused(folder, tmp_path_fact
         verify(tmp_path_factory.mktemp("empty"))
     with pytest.raises(WeightsError, match="no such folder"):
         verify(folder / "nowhere")
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_tensors_without_values_are_joined_as_torch_joins_those_with_values(dim):
+    parts = [torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3)]
+    with _joined_as_shapes():
+        made = torch.cat([part.to("meta") for part in parts], dim=dim)
+        there = torch.cat(parts, dim=dim)
+        with pytest.raises(RuntimeError, match="cannot join"):
+            torch.cat([torch.empty(2, 3, device="meta"), torch.empty(3, 4, device="meta")], dim=dim)
+    wanted = torch.cat(parts, dim=dim)
+    assert (made.shape, made.dtype, made.is_meta) == (wanted.shape, wanted.dtype, True)
+    assert torch.equal(there, wanted)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from portable_dit import Engine
 from portable_dit.cpu import CpuBackend
 from portable_dit.errors import WeightsError
 from portable_dit.formats import Encoded, encode, format_named
@@ -208,6 +209,18 @@ def test_a_damaged_entry_is_made_anew(tmp_path, cache):
     assert not reused
     assert torch.equal(output(made), output(again))
     assert load_cached(folder)[1]
+
+
+def test_a_load_that_is_interrupted_has_left_nothing_when_its_caller_hears_of_it(cache):
+    """The command line ends the process then, and with it the thread that loads."""
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        if name == "dit" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Engine.load("cpu/h3-mini", {"cache": True, "quantization.dit": "fp8_row"}, on_bytes=interrupt)
+    assert list(cache.iterdir()) == []
 
 
 def test_a_place_for_the_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
