@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,6 +54,7 @@ class Engine:
         self.workers: Workers | None = workers
         self.places = workers.replicas  # how many requests are drawn at once
         self._free = threading.BoundedSemaphore(self.places)
+        self._closing = threading.Lock()  # two that each took some of all places would wait for each other
         self._callers: set[int] = set()  # threads that wait for their pictures
         self._process = os.getpid()
 
@@ -145,7 +146,7 @@ class Engine:
         """Lets go of the model and gives its memory back; the engine cannot draw any more."""
         if self._process != os.getpid():
             return  # what was loaded is the other process's
-        with self._alone(places=self.places):
+        with self._closing, self._alone(places=self.places):
             workers, self.workers = self.workers, None
         if workers is not None:
             workers.close()
@@ -158,14 +159,13 @@ class Engine:
             raise PortableDitError(
                 "this engine is drawing, and was called from inside on_event. Call it when generate is done."
             )
-        for _ in range(places):
-            self._free.acquire()
-        self._callers.add(me)
-        try:
+        with ExitStack() as held:
+            for _ in range(places):
+                self._free.acquire()
+                held.callback(self._free.release)
+            self._callers.add(me)
+            held.callback(self._callers.discard, me)
             yield
-        finally:
-            self._callers.discard(me)
-            self._free.release(places)
 
     def __enter__(self) -> Engine:
         return self

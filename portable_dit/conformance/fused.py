@@ -241,9 +241,8 @@ def _scaled_oracle(x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
 
 
 def _clip(case: FusedCase) -> Arguments:
-    x = (
-        _draw(case, case.batch, 2, case.channels, case.rows, 5) + 3.0
-    )  # a mean that a sum of squares would lose
+    # With a mean that a sum of squares would lose.
+    x = _draw(case, case.batch, 2, case.channels, case.rows, 5) + 3.0
     return x, _draw(case, case.channels, seed=4), _draw(case, case.channels, seed=8), 4, EPS, case.chunk == 0
 
 

@@ -112,7 +112,8 @@ class Worker:
             future = self.drawing.submit(self.draw, message)
             future.add_done_callback(partial(self.ended, message))
         elif isinstance(message, Cancel):
-            self.cancelled.add(message.id)
+            if message.id in self.moved:  # else it has ended, and nobody would take the id out again
+                self.cancelled.add(message.id)
         else:
             self.send(self.pong())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from portable_dit.drawing import Drawing, memory_explained
@@ -37,11 +38,10 @@ class ThisProcess:
                     setup, on_component=partial(tell, on_component), on_bytes=partial(tell, on_bytes)
                 )
 
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._thread.end)  # waits until what was loaded or written is gone: the next tensor
             self.loaded: LoadedModel | None = self._thread.call(load)
-        except BaseException:
-            self._thread.end()  # waits until what was loaded or written is gone: at the next tensor
-            raise
+            undo.pop_all()
 
     def draw(
         self,

@@ -7,6 +7,9 @@ Letters: B batch, S tokens, M rows, R rows ordered by expert, E experts, C chann
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,11 +20,19 @@ from portable_dit.grouped_products import GroupedRowExperts, grouped_linear
 from portable_dit.ops import Rotary
 from portable_dit.scaled_products import ScaledRowLinear
 from portable_dit_cuda.chips import capability_of, refuse_library
-from portable_dit_cuda.fusions import DTYPES, MAX_HEAD_DIM, TILE, TritonOp, kernels
+from portable_dit_cuda.fusions import DTYPES, MAX_HEAD_DIM, TILE, TritonOp
 from portable_dit_cuda.linear import quantize_rows
 
 GROUPED_FP8 = ((9, 0),)  # compute capabilities for which torch builds the row-scaled grouped product
 GROUPED_BF16 = (9, 0)  # from here on torch has a grouped kernel; below it goes group by group on the host
+
+
+@cache
+def kernels() -> ModuleType:
+    """The Triton kernels, imported when the first is launched."""
+    from portable_dit_cuda import triton_experts
+
+    return triton_experts
 
 
 class RowLinear(ScaledRowLinear):
