@@ -338,6 +338,8 @@ def test_a_default_that_is_used_is_told(tmp_path):
         ({"cfg_distilled": True}, "go together"),
         ({"model_type": "llama"}, "model_type is 'llama'"),
         ({"vae_ffactor_spatial": 12}, "ffactor_spatial = 12"),
+        ({"vae_ffactor_spatial": 8}, "ffactor_spatial = 8 has 3 of them"),
+        ({"vae_ffactor_spatial": 2}, "ffactor_temporal = 4 must not be above ffactor_spatial = 2"),
         ({"vae_block_out_channels": []}, "block_out_channels"),
         ({"vae_block_out_channels": [8, "8"]}, "block_out_channels"),
         ({"vae": [1]}, "vae = [1] must be a JSON object"),

@@ -269,7 +269,18 @@ def _vae_problems(config: VAEConfig) -> list[str]:
         problems.append(
             f"vae: latent_channels = {config.latent_channels} must divide the last of block_out_channels"
         )
-    for level in range(0 if factors else round(math.log2(config.ffactor_spatial))):
+    doublings = len(levels) - 1 if factors else round(math.log2(config.ffactor_spatial))
+    if len(set(levels[doublings:])) > 1:
+        problems.append(
+            f"vae: block_out_channels = {list(config.block_out_channels)}: only an upsampling changes the "
+            f"channels, and ffactor_spatial = {config.ffactor_spatial} has {doublings} of them"
+        )
+    if config.ffactor_temporal > config.ffactor_spatial:
+        problems.append(
+            f"vae: ffactor_temporal = {config.ffactor_temporal} must not be above ffactor_spatial = "
+            f"{config.ffactor_spatial}: time is doubled where height and width are"
+        )
+    for level in range(0 if factors else doublings):
         times = config.frames(level + 1) // config.frames(level)
         if 4 * times * levels[level + 1] % levels[level]:
             problems.append(
