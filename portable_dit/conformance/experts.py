@@ -8,9 +8,10 @@ Letters: M rows, R rows ordered by expert, E experts, N out features, K in featu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from portable_dit.conformance.outcome import REPEATS, Outcome, judge
 from portable_dit.formats import Encoded, decode, encode
 from portable_dit.ops import Dispatch
 from portable_dit.plugins import attempt
+
+ROUTED = 16  # experts that a row is routed among
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,40 @@ def check_expert_seams(
     repeats: int = REPEATS,
 ) -> list[Outcome]:
     """One outcome per case of `route`, `expert_linear` or `combine_experts`; none for another seam."""
-    check = {"route": _routed, "expert_linear": _linear, "combine_experts": _combined}.get(op.op)
-    if check is None:
+    seam = SEAMS.get(op.op)
+    if seam is None:
         return []
-    found = []
-    for case in CASES:
-        reject = op.check(FusionRequest(op.op, dtype, case.in_features), capabilities)
-        if reject is None:
-            found.append(check(op, backend, device, dtype, case, repeats))
-        else:
-            found.append(Outcome(op.op, op.id, case.name, dtype, "not_claimed", reject.detail))
-    return found
+    return [_seam(op, seam, backend, device, capabilities, dtype, case, repeats) for case in CASES]
+
+
+def _seam(
+    op: FusedOp,
+    seam: ExpertSeam,
+    backend: Backend,
+    device: Device,
+    capabilities: Capabilities,
+    dtype: str,
+    case: ExpertCase,
+    repeats: int,
+) -> Outcome:
+    reject = op.check(FusionRequest(op.op, dtype, case.in_features), capabilities)
+    if reject is not None:
+        return Outcome(op.op, op.id, case.name, dtype, "not_claimed", reject.detail)
+    arguments = seam.inputs(case, getattr(torch, dtype))
+    here = tuple(_at(argument, device) for argument in arguments)
+    return judge(
+        lambda: seam.read(op.run(*here)),
+        lambda: seam.read(seam.plain(*here)),
+        seam.oracle(*arguments),
+        plain_on_host=lambda: seam.read(seam.plain(*arguments)),
+        op=op.op,
+        kernel=op.id,
+        case=case.name,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        repeats=repeats,
+    )
 
 
 def inputs(case: ExpertCase) -> tuple[Tensor, Tensor, Dispatch]:
@@ -153,80 +179,62 @@ def _quantized(
     )
 
 
-def _routed(
-    op: FusedOp, backend: Backend, device: Device, dtype: str, case: ExpertCase, repeats: int
-) -> Outcome:
-    """The shares of all experts, 0 for those that were not chosen, so that their order does not count."""
-    x = inputs(case)[0].to(getattr(torch, dtype))
+def _at(value: Any, device: Device) -> Any:
+    """A tensor, or who gets what, on the device; a number as it is."""
+    match value:
+        case Tensor():
+            return value.to(device.torch_device)
+        case Dispatch():
+            return Dispatch(_at(value.rows, device), _at(value.ends, device))
+    return value
+
+
+@dataclass(frozen=True)
+class ExpertSeam:
+    """How to check one seam: inputs on the host, the plain body, the formula, and what of a result counts."""
+
+    inputs: Callable[[ExpertCase, torch.dtype], tuple[Any, ...]]
+    plain: Callable[..., Any]
+    oracle: Callable[..., Tensor]
+    read: Callable[[Any], Tensor] = lambda result: result
+
+
+def _to_route(case: ExpertCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     generator = torch.Generator().manual_seed(2)
-    weight = torch.randn(16, case.in_features, generator=generator).to(x.dtype) * case.in_features**-0.5
-    here = x.to(device.torch_device), weight.to(device.torch_device)
-    exact, index = (x.double() @ weight.double().T).softmax(dim=-1).topk(4, dim=-1)
-
-    def dense(chosen: tuple[Tensor, Tensor]) -> Tensor:
-        index, shares = chosen
-        return shares.new_zeros(len(index), 16).scatter(1, index, shares)
-
-    return judge(
-        lambda: dense(op.run(*here, 4)),
-        lambda: dense(ops.route(*here, 4)),
-        dense((index, exact / exact.sum(dim=-1, keepdim=True))),
-        plain_on_host=lambda: dense(ops.route(x, weight, 4)),
-        op=op.op,
-        kernel=op.id,
-        case=case.name,
-        dtype=dtype,
-        backend=backend,
-        device=device,
-        repeats=repeats,
-    )
+    weight = torch.randn(ROUTED, case.in_features, generator=generator).to(dtype) * case.in_features**-0.5
+    return inputs(case)[0].to(dtype), weight, 4
 
 
-def _linear(
-    op: FusedOp, backend: Backend, device: Device, dtype: str, case: ExpertCase, repeats: int
-) -> Outcome:
+def _routed(x: Tensor, weight: Tensor, top_k: int) -> Tensor:
+    shares, index = (x.double() @ weight.double().T).softmax(dim=-1).topk(top_k, dim=-1)
+    return _of_all((index, shares / shares.sum(dim=-1, keepdim=True)))
+
+
+def _of_all(chosen: tuple[Tensor, Tensor]) -> Tensor:
+    """The shares of all experts, 0 for those that were not chosen, so that their order does not count."""
+    index, shares = chosen
+    return shares.new_zeros(len(index), ROUTED).scatter(1, index, shares)
+
+
+def _to_multiply(case: ExpertCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, Dispatch]:
     x, weight, dispatch = inputs(case)
-    x, weight = (t.to(getattr(torch, dtype)) for t in (x, weight))
-    here = x.to(device.torch_device), weight.to(device.torch_device), _at(dispatch, device)
-    return judge(
-        lambda: op.run(*here),
-        lambda: ops.expert_linear(*here),
-        oracle(x, weight, dispatch),
-        plain_on_host=lambda: ops.expert_linear(x, weight, dispatch),
-        op=op.op,
-        kernel=op.id,
-        case=case.name,
-        dtype=dtype,
-        backend=backend,
-        device=device,
-        repeats=repeats,
-    )
+    return x.to(dtype), weight.to(dtype), dispatch
 
 
-def _combined(
-    op: FusedOp, backend: Backend, device: Device, dtype: str, case: ExpertCase, repeats: int
-) -> Outcome:
+def _to_combine(case: ExpertCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The case's rows as what experts gave, three for each row of the result."""
     generator = torch.Generator().manual_seed(1)
-    x = inputs(case)[0].to(getattr(torch, dtype))
+    x = inputs(case)[0].to(dtype)
     places = torch.randint(0, len(x), (max(len(x) // 3, 1), 3), generator=generator)
-    shares = torch.rand(places.shape, generator=generator)
-    here = tuple(t.to(device.torch_device) for t in (x, places, shares))
-    return judge(
-        lambda: op.run(*here),
-        lambda: ops.combine_experts(*here),
-        torch.einsum("rk,rkn->rn", shares.double(), x.double()[places]),
-        plain_on_host=lambda: ops.combine_experts(x, places, shares),
-        op=op.op,
-        kernel=op.id,
-        case=case.name,
-        dtype=dtype,
-        backend=backend,
-        device=device,
-        repeats=repeats,
-    )
+    return x, places, torch.rand(places.shape, generator=generator)
 
 
-def _at(dispatch: Dispatch, device: Device) -> Dispatch:
-    rows = None if dispatch.rows is None else dispatch.rows.to(device.torch_device)
-    return Dispatch(rows, dispatch.ends.to(device.torch_device))
+def _combined(x: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    return torch.einsum("rk,rkn->rn", shares.double(), x.double()[places])
+
+
+SEAMS: Mapping[str, ExpertSeam] = {
+    "route": ExpertSeam(_to_route, ops.route, _routed, _of_all),
+    "expert_linear": ExpertSeam(_to_multiply, ops.expert_linear, oracle),
+    "combine_experts": ExpertSeam(_to_combine, ops.combine_experts, _combined),
+}
