@@ -28,7 +28,7 @@ from portable_dit.errors import (
     PictureError,
     PortableDitError,
 )
-from portable_dit.image import Pixels, encode, interleaved, resize
+from portable_dit.image import Pixels, encode, resize
 from portable_dit.loaded import LoadedModel
 from portable_dit.loading import Setup
 from portable_dit.models.spec import COMPONENTS
@@ -185,7 +185,7 @@ class Drawing:
             if not self.leads:
                 return None, 0.0
             host = to_host(to_pixels(values), pinned=self.setup.capabilities.pinned_memory)
-            pixels = resize(interleaved(host.numpy()), *self.request.output_size)
+            pixels = resize(host.numpy(), *self.request.output_size)
         return pixels, seconds[0]
 
     def _require_finite(self, values: Tensor | None, component: str) -> None:
@@ -309,7 +309,7 @@ class _StepClock:
         preview = None
         if drawing.leads and drawing.previews and step < drawing.request.steps:
             with drawing.loaded.on_device("vae"):
-                preview = interleaved(to_pixels(drawing.model.preview(latents)).cpu().numpy())  # [h, w, 3]
+                preview = to_pixels(drawing.model.preview(latents)).cpu().numpy()  # [h, w, 3]
         drawing.emit(Stepped(self.image, step, drawing.request.steps, self.seconds[-1], preview))
         drawing.deliver()
         self._last = time.perf_counter()

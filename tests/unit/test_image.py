@@ -14,7 +14,6 @@ from portable_dit.image import (
     check_writable,
     encode,
     format_of,
-    interleaved,
     read_image,
     read_record,
     resize,
@@ -67,14 +66,6 @@ def test_png_keeps_every_pixel_and_the_others_come_close():
     for kind, error in (("png", 0), ("jpeg", 12), ("webp", 12)):
         back = np.asarray(Image.open(io.BytesIO(encode(pixels, RECORD, format=kind))).convert("RGB"))
         assert np.abs(back.astype(int) - pixels).mean() <= error
-
-
-def test_planes_become_pixels_side_by_side():
-    planes = np.random.default_rng(0).integers(0, 256, (3, 5, 7), dtype=np.uint8)
-    pixels = interleaved(planes.transpose(1, 2, 0))
-    assert pixels.flags.c_contiguous
-    assert all(np.array_equal(pixels[..., c], planes[c]) for c in range(3))
-    assert interleaved(pixels) is pixels
 
 
 def test_png_also_says_prompt_and_settings_in_plain_words():

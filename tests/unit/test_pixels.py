@@ -22,6 +22,13 @@ def test_values_are_rounded_and_clamped_with_the_channels_last():
     assert to_pixels(values)[None].shape == (1, 1, 6, 3)
 
 
+def test_planes_become_pixels_side_by_side():
+    planes = torch.rand(2, 3, 5, 7)
+    pixels = to_pixels(planes)
+    assert pixels.is_contiguous()
+    assert torch.equal(pixels.movedim(-1, -3), (planes * 255).round().to(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_value_that_is_no_number_is_found_wherever_it_stands(dtype):
     values = torch.ones(3, 70, 90, dtype=dtype)  # in float16 their plain sum would be no number either

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
+from math import gcd
 from types import ModuleType
 
 import torch
@@ -28,6 +29,7 @@ MAX_ROW = 32768  # channels that one program holds in registers
 MAX_HEAD_DIM = 512
 TILE = 1024  # channels of one program where a row needs no sum
 PIECE = 1 << 14  # numbers of which one program takes the mean
+MAX_WARPS = 16  # of one program
 HEAD_TILE = 64  # rows of one head that a program quantises
 DTYPES = frozenset({"bfloat16", "float16"})
 ROW_FORMATS = ("fp8_row", "int8_row")  # those with one scale for a row of the input
@@ -166,7 +168,6 @@ def swiglu_quantized(x: Tensor, *, form: Format) -> QuantizedRows:
     rows = _rows(x)
     width = x.shape[-1] // 2
     values, scales = _quantized_like((rows.shape[0], width), form, x.device)
-    block, warps = _row_block(width)
     kernels().swiglu_quantize[(rows.shape[0],)](
         rows,
         values,
@@ -175,8 +176,7 @@ def swiglu_quantized(x: Tensor, *, form: Format) -> QuantizedRows:
         rows.stride(0),
         form.largest,
         IS_INT8=form.values is torch.int8,
-        BLOCK=block,
-        num_warps=warps,
+        **_in_pieces(width, of_warp=1024, of_thread=4),
     )
     return QuantizedRows(form, values, scales, (*x.shape[:-1], width), x.dtype)
 
@@ -210,8 +210,10 @@ def head_norm_rotary(x: Tensor, weight: Tensor | None, eps: float, rotary: Rotar
     cos, sin = (x, x) if rotary is None else (rotary.cos.contiguous(), rotary.sin.contiguous())
     pairs = 0 if rotary is None else cos.shape[-1]
     block = _power_of_two(dim)
-    together = max(min(_power_of_two(heads), 2048 // block), 1)
-    kernels().head_norm_rotary[(batch * rows, -(-heads // together))](
+    group = gcd(pairs, 16) if pairs else min(block, 16)
+    together = max(256 // block, 1)  # 8 channels for each thread of a warp
+    turns = gcd(-(-heads // together), 4)
+    kernels().head_norm_rotary[(batch * rows, -(-heads // (together * turns)))](
         x,
         x if weight is None else weight,
         cos,
@@ -228,8 +230,11 @@ def head_norm_rotary(x: Tensor, weight: Tensor | None, eps: float, rotary: Rotar
         eps,
         HAS_WEIGHT=weight is not None,
         ROTATE=rotary is not None,
+        TURNS=turns,
         HEADS=together,
-        BLOCK=block,
+        GROUPS=block // group,
+        GROUP=group,
+        num_warps=1,
     )
     return out
 
@@ -238,7 +243,6 @@ def quantize_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """x [M, K] as 8-bit rows: values [M, K] and float32 scales [M, 1], in one read."""
     x = _unit_last(x)
     values, scales = _quantized_like(x.shape, form, x.device)
-    block, warps = _row_block(x.shape[1])
     kernels().quantize_rows[(x.shape[0],)](
         x,
         values,
@@ -247,8 +251,7 @@ def quantize_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
         x.stride(0),
         form.largest,
         IS_INT8=form.values is torch.int8,
-        BLOCK=block,
-        num_warps=warps,
+        **_in_pieces(x.shape[1]),
     )
     return values, scales
 
@@ -297,7 +300,6 @@ def _norm(
 ) -> None:
     """Norm, modulation and quantisation of rows [M, C] into out, each where it is asked for."""
     table = None if modulation is None else _unit_last(modulation.table)
-    block, warps = _row_block(rows.shape[1])
     kernels().norm_modulate[(rows.shape[0],)](
         rows,
         rows if weight is None else weight,
@@ -315,8 +317,7 @@ def _norm(
         MODULATE=table is not None,
         QUANTIZE=form is not None,
         IS_INT8=form is not None and form.values is torch.int8,
-        BLOCK=block,
-        num_warps=warps,
+        **_in_pieces(rows.shape[1]),
     )
 
 
@@ -334,10 +335,11 @@ def _quantized_like(shape: tuple[int, ...], form: Format, device: torch.device) 
     return values, torch.empty((shape[0], 1), dtype=torch.float32, device=device)
 
 
-def _row_block(width: int) -> tuple[int, int]:
-    """The block that holds a whole row, and warps for it: 32 numbers a thread."""
-    block = max(_power_of_two(width), 8)
-    return block, max(min(block // 1024, 16), 1)
+def _in_pieces(width: int, *, of_warp: int = 2048, of_thread: int = 8) -> dict[str, int]:
+    """How a kernel holds a row in registers. of_warp: most channels for one; of_thread: of each piece."""
+    warps = min(_power_of_two(-(-width // of_warp)), MAX_WARPS)
+    piece = warps * 32 * of_thread
+    return {"PIECES": -(-width // piece), "PIECE": piece, "num_warps": warps}
 
 
 def _power_of_two(size: int) -> int:

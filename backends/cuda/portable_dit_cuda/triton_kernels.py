@@ -1,14 +1,14 @@
 """The Triton kernels behind fusions.py and linear.py. Imported only where Triton is.
 
-Each row kernel holds a row in registers, reads it once and writes it once. Arithmetic is float32, rounded to
-the activation type once; a kernel that also quantises does so from the rounded number, so that it gives
-bit for bit what the two steps give one after the other.
+A row kernel reads a row once, holds it in registers, in pieces, and writes it once. Arithmetic is float32,
+rounded to the activation type once; a kernel that also quantises does so from the rounded number, so that it
+gives bit for bit what the two steps give one after the other.
 
 Letters: M rows, C channels, N heads, D head_dim.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, RUF005
 # Triton's names: a capital BLOCK is a compile-time number, and a kernel's arguments have no types.
 
 import triton
@@ -27,27 +27,85 @@ def _row_scale(amax, largest):
 
 
 @triton.jit
-def _store_quantized(values_ptr, scales_ptr, row, columns, mask, y, largest, IS_INT8: tl.constexpr, C):
-    """One row y float32 as values and one scale. No clamp: see portable_dit.formats.quantize_blocks."""
-    amax = tl.max(tl.where(mask, tl.abs(y), 0.0), axis=0)
-    scale = _row_scale(amax, largest)
-    scaled = tl.math.div_rn(y, tl.zeros_like(y) + scale)
-    if IS_INT8:
-        scaled = (scaled + ROUND) - ROUND
-    tl.store(values_ptr + row * C + columns, scaled.to(values_ptr.dtype.element_ty), mask=mask)
-    tl.store(scales_ptr + row, scale)
+def _quotient(y, scale, inverse):
+    """y / scale by inverse = 1 / scale: an estimate, put right by what it leaves (Markstein).
+
+    Rounded as a division is but for a few in 10^8, which are one bit of float32 off: 8 bits do not show it. A
+    division takes ten instructions for each number, and most of a kernel's time.
+    """
+    estimate = y * inverse
+    scale, inverse = tl.zeros_like(y) + scale, tl.zeros_like(y) + inverse
+    return tl.fma(tl.fma(-estimate, scale, y), inverse, estimate)
+
+
+@triton.jit
+def _columns(piece, PIECE: tl.constexpr):
+    """The channels of a piece, [PIECE / 8, 8].
+
+    How threads share out a row, and so the order of its sums, follows from the widest type that is read or
+    written in a shape. In this one it is 8 numbers for each thread whatever is written.
+    """
+    return piece * PIECE + tl.arange(0, PIECE // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def _load(row_ptr, piece, C, PIECES: tl.constexpr, PIECE: tl.constexpr):
+    """A piece of a row of C channels; only the last may be cut short."""
+    columns = _columns(piece, PIECE)
+    if piece < PIECES - 1:
+        return tl.load(row_ptr + columns)
+    else:
+        return tl.load(row_ptr + columns, mask=columns < C, other=0.0)
+
+
+@triton.jit
+def _store(row_ptr, piece, y, C, PIECES: tl.constexpr, PIECE: tl.constexpr):
+    columns = _columns(piece, PIECE)
+    if piece < PIECES - 1:
+        tl.store(row_ptr + columns, y.to(row_ptr.dtype.element_ty))
+    else:
+        tl.store(row_ptr + columns, y.to(row_ptr.dtype.element_ty), mask=columns < C)
+
+
+@triton.jit
+def _store_quantized(
+    row_ptr, scale_ptr, y, C, largest, IS_INT8: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr
+):
+    """One row, as the tuple y of its pieces, as values and a scale.
+
+    No clamp: see portable_dit.formats.quantize_blocks.
+    """
+    top = tl.abs(y[0].to(tl.float32))
+    for piece in tl.static_range(1, PIECES):
+        top = tl.maximum(top, tl.abs(y[piece].to(tl.float32)))
+    scale = _row_scale(tl.max(tl.max(top, axis=1), axis=0), largest)
+    inverse = tl.math.div_rn(1.0, scale)
+    for piece in tl.static_range(PIECES):
+        scaled = _quotient(y[piece].to(tl.float32), scale, inverse)
+        if IS_INT8:
+            scaled = (scaled + ROUND) - ROUND
+        _store(row_ptr, piece, scaled, C, PIECES, PIECE)
+    tl.store(scale_ptr, scale)
 
 
 @triton.jit
 def quantize_rows(
-    x_ptr, values_ptr, scales_ptr, C, x_stride, largest, IS_INT8: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    C,
+    x_stride,
+    largest,
+    IS_INT8: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """x [M, C] -> values [M, C] and scales [M]; one program a row."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < C
-    y = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    _store_quantized(values_ptr, scales_ptr, row, columns, mask, y, largest, IS_INT8, C)
+    x = ()
+    for piece in tl.static_range(PIECES):
+        x = x + (_load(x_ptr + row * x_stride, piece, C, PIECES, PIECE),)
+    _store_quantized(values_ptr + row * C, scales_ptr + row, x, C, largest, IS_INT8, PIECES, PIECE)
 
 
 @triton.jit
@@ -68,35 +126,39 @@ def norm_modulate(
     MODULATE: tl.constexpr,
     QUANTIZE: tl.constexpr,
     IS_INT8: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """RMS norm of x [M, C], then weight, then 1 + scale and shift from the row's table entry.
 
-    table_ptr points at the shift; the scale is one chunk further. One program a row.
+    table_ptr points at the shift; the scale is one chunk further. One program a row. Nothing is written
+    before all is read: a read does not move ahead of a write that might go to the same place.
     """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < C
-    # Read twice, the second time from the cache. How threads share out a row, and so the order of its sum,
-    # follows from the widest type that is read or written in that shape; in a shape of its own it is the same
-    # whatever is written.
-    eights = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    x = tl.load(x_ptr + row * x_stride + eights, mask=eights < C, other=0.0).to(tl.float32)
-    mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / C
-    y = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    y = y * (1.0 / tl.sqrt(mean + eps))
-    if HAS_WEIGHT:
-        y = y * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if MODULATE:
         entry = table_ptr + tl.load(index_ptr + row) * entry_stride
-        shift = tl.load(entry + columns, mask=mask, other=0.0).to(tl.float32)
-        scale = tl.load(entry + chunk_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        y = y * (1.0 + scale) + shift
+    x = ()
+    squares = tl.zeros((PIECE // 8, 8), dtype=tl.float32)
+    for piece in tl.static_range(PIECES):
+        part = _load(x_ptr + row * x_stride, piece, C, PIECES, PIECE)
+        x = x + (part,)
+        squares += part.to(tl.float32) * part.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / C + eps)
+    y = ()
+    for piece in tl.static_range(PIECES):
+        part = x[piece].to(tl.float32) * factor
+        if HAS_WEIGHT:
+            part = part * _load(weight_ptr, piece, C, PIECES, PIECE).to(tl.float32)
+        if MODULATE:
+            shift = _load(entry, piece, C, PIECES, PIECE).to(tl.float32)
+            scale = _load(entry + chunk_stride, piece, C, PIECES, PIECE).to(tl.float32)
+            part = part * (1.0 + scale) + shift
+        y = y + (part.to(x_ptr.dtype.element_ty if QUANTIZE else out_ptr.dtype.element_ty),)
     if QUANTIZE:
-        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
-        _store_quantized(out_ptr, scales_ptr, row, columns, mask, y, largest, IS_INT8, C)
+        _store_quantized(out_ptr + row * C, scales_ptr + row, y, C, largest, IS_INT8, PIECES, PIECE)
     else:
-        tl.store(out_ptr + row * C + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+        for piece in tl.static_range(PIECES):
+            _store(out_ptr + row * C, piece, y[piece], C, PIECES, PIECE)
 
 
 @triton.jit
@@ -149,7 +211,7 @@ def quantize_heads(
     x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     group = batch * heads + head // GROUP
     scale = _row_scale(tl.load(largest_ptr + group), 448.0)
-    values = tl.math.div_rn(x, tl.zeros_like(x) + scale)
+    values = _quotient(x, scale, tl.math.div_rn(1.0, scale))
     tl.store(
         values_ptr + ((batch * S + rows) * N + head) * D + d,
         values.to(values_ptr.dtype.element_ty),
@@ -172,16 +234,24 @@ def swiglu(x_ptr, out_ptr, F, x_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def swiglu_quantize(
-    x_ptr, values_ptr, scales_ptr, F, x_stride, largest, IS_INT8: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    F,
+    x_stride,
+    largest,
+    IS_INT8: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """`swiglu` and `quantize_rows` in one; one program a row."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < F
-    gate = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(x_ptr + row * x_stride + F + columns, mask=mask, other=0.0).to(tl.float32)
-    y = (gate / (1.0 + tl.exp(-gate)) * value).to(x_ptr.dtype.element_ty).to(tl.float32)
-    _store_quantized(values_ptr, scales_ptr, row, columns, mask, y, largest, IS_INT8, F)
+    y = ()
+    for piece in tl.static_range(PIECES):
+        gate = _load(x_ptr + row * x_stride, piece, F, PIECES, PIECE).to(tl.float32)
+        value = _load(x_ptr + row * x_stride + F, piece, F, PIECES, PIECE).to(tl.float32)
+        y = y + ((gate / (1.0 + tl.exp(-gate)) * value).to(x_ptr.dtype.element_ty),)
+    _store_quantized(values_ptr + row * F, scales_ptr + row, y, F, largest, IS_INT8, PIECES, PIECE)
 
 
 @triton.jit
@@ -296,36 +366,57 @@ def head_norm_rotary(
     eps,
     HAS_WEIGHT: tl.constexpr,
     ROTATE: tl.constexpr,
+    TURNS: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """Per-head RMS norm and rotate-half of x [B, S, N, D]; one program for a row and HEADS heads.
+    """Per-head RMS norm and rotate-half of x [B, S, N, D]; a program takes HEADS heads of a row TURNS times.
 
-    Channel d < pairs turns with d + pairs. The partner is read from memory again, which the cache answers.
+    Channel d < pairs turns with d + pairs. GROUP divides pairs, so partners lie side by side as the channels
+    of a group do; they are read from memory again, which the cache answers. What weight and angles do to a
+    channel and to its partner is the same for every head, and is worked out once.
     """
     token = tl.program_id(0).to(tl.int64)
     batch, row = token // S, token % S
-    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    d = tl.arange(0, BLOCK)[None, :]
-    mask = (heads < N) & (d < D)
-    base = x_ptr + batch * x_batch_stride + row * x_row_stride + heads * x_head_stride
-    x = tl.load(base + d, mask=mask, other=0.0)
-    y = x.to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
-    y = y * factor
+    head = tl.arange(0, HEADS)[:, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None] + head * 0  # all of one shape, so that no thread waits
+    inside = tl.arange(0, GROUP)[None, None, :]
+    d = group * GROUP + inside
+    own = tl.zeros((HEADS, GROUPS, GROUP), dtype=tl.float32) + 1.0
     if HAS_WEIGHT:
-        y = y * tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        own = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     if ROTATE:
-        turns = d < 2 * pairs
-        partner = tl.where(turns, tl.where(d < pairs, d + pairs, d - pairs), d)
-        other = tl.load(base + partner, mask=mask, other=0.0).to(tl.float32) * factor
-        if HAS_WEIGHT:
-            other = other * tl.load(weight_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
-        angle = batch * angle_batch_stride + row * pairs + tl.where(d < pairs, d, d - pairs)
-        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
+        half = pairs // GROUP
+        is_first = group < half
+        turns = (group < 2 * half) & (inside >= 0)
+        partner = tl.where(turns, tl.where(is_first, group + half, group - half), group) * GROUP + inside
+        angle = batch * angle_batch_stride + row * pairs
+        angle += tl.where(is_first, group, group - half) * GROUP + inside
+        own *= tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
-        y = y * cos + tl.where(d < pairs, -1.0, 1.0) * other * sin
-    tl.store(out_ptr + (token * N + heads) * D + d, y.to(out_ptr.dtype.element_ty), mask=mask)
+        others = tl.where(is_first, -sin, sin)
+        if HAS_WEIGHT:
+            others *= tl.load(weight_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
+    base = x_ptr + batch * x_batch_stride + row * x_row_stride
+    x, partners = (), ()
+    for turn in tl.static_range(TURNS):
+        heads = (tl.program_id(1) * TURNS + turn) * HEADS + head
+        mask = (heads < N) & (d < D)
+        x = x + (tl.load(base + heads * x_head_stride + d, mask=mask, other=0.0),)
+        if ROTATE:
+            partners = partners + (tl.load(base + heads * x_head_stride + partner, mask=mask, other=0.0),)
+    y = ()
+    for turn in tl.static_range(TURNS):
+        part = x[turn].to(tl.float32)
+        square = tl.sum(tl.sum(part * part, axis=2), axis=1) / D
+        part *= own
+        if ROTATE:
+            part += partners[turn].to(tl.float32) * others
+        y = y + ((part * (1.0 / tl.sqrt(square + eps))[:, None, None]).to(out_ptr.dtype.element_ty),)
+    for turn in tl.static_range(TURNS):
+        heads = (tl.program_id(1) * TURNS + turn) * HEADS + head
+        tl.store(out_ptr + (token * N + heads) * D + d, y[turn], mask=(heads < N) & (d < D))
 
 
 @triton.jit
@@ -392,7 +483,7 @@ def quantize_blocks_of_32(x_ptr, values_ptr, scales_ptr, K, padded_blocks, x_str
     exponent = tl.where(amax > 0, tl.maximum(exponent, -127), 0)
     byte = exponent + 127
     scale = tl.where(byte == 0, E8M0_LEAST, (byte << 23).to(tl.float32, bitcast=True))
-    values = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
+    values = _quotient(x, scale[:, None], tl.math.div_rn(1.0, scale)[:, None])
     tl.store(values_ptr + row * K + columns, values.to(values_ptr.dtype.element_ty), mask=mask)
     tile = (row // 128) * (padded_blocks // 4) + blocks // 4
     place = tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + blocks % 4
@@ -408,6 +499,6 @@ def quantize_blocks_of_128(x_ptr, values_ptr, scales_ptr, M, K, x_stride, BLOCKS
     mask = columns < K
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     scale = _row_scale(tl.max(tl.abs(x), axis=1), 448.0)
-    values = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
+    values = _quotient(x, scale[:, None], tl.math.div_rn(1.0, scale)[:, None])
     tl.store(values_ptr + row * K + columns, values.to(values_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + blocks.to(tl.int64) * M + row, scale, mask=blocks * 128 < K)

@@ -41,7 +41,7 @@ POINTERS = {
     "values_ptr": E4M3,
 }
 SCALARS = {"eps": "fp32", "largest": "fp32"}
-NORM = {"HAS_WEIGHT": True, "MODULATE": True, "QUANTIZE": True, "IS_INT8": False, "BLOCK": 8192}
+NORM = {"HAS_WEIGHT": True, "MODULATE": True, "QUANTIZE": True, "IS_INT8": False, "PIECES": 6, "PIECE": 1024}
 
 
 def _descriptor(rows: int) -> str:
@@ -49,32 +49,35 @@ def _descriptor(rows: int) -> str:
 
 
 TILES = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 128, "BAND": 8, "PROGRAMS": 132}
+ROW = {"PIECES": 7, "PIECE": 1024}
+WIDE = {"PIECES": 7, "PIECE": 2048}
+TURN = {"TURNS": 4, "HEADS": 2, "GROUPS": 8, "GROUP": 16}
 HEADS = {"GROUP": 4, "ROWS": 64, "BLOCK": 128}
 # kernel, compile-time numbers, warps, pointers of another type
 VARIANTS = (
-    ("quantize_rows", {"IS_INT8": False, "BLOCK": 16384}, 16, {}),
-    ("quantize_rows", {"IS_INT8": True, "BLOCK": 16384}, 16, {"values_ptr": INT8}),
-    ("norm_modulate", NORM, 8, {"out_ptr": E4M3}),
-    ("norm_modulate", {**NORM, "IS_INT8": True}, 8, {"out_ptr": INT8}),
-    ("norm_modulate", {**NORM, "QUANTIZE": False}, 8, {}),
-    ("norm_modulate", {**NORM, "QUANTIZE": False, "MODULATE": False}, 8, {"index_ptr": HALF}),
+    ("quantize_rows", {"IS_INT8": False, **ROW}, 4, {}),
+    ("quantize_rows", {"IS_INT8": True, **ROW}, 4, {"values_ptr": INT8}),
+    ("norm_modulate", NORM, 4, {"out_ptr": E4M3}),
+    ("norm_modulate", {**NORM, "IS_INT8": True}, 4, {"out_ptr": INT8}),
+    ("norm_modulate", {**NORM, "QUANTIZE": False}, 4, {}),
+    ("norm_modulate", {**NORM, "QUANTIZE": False, "MODULATE": False}, 4, {"index_ptr": HALF}),
     ("largest_of_heads", HEADS, 4, {"largest_ptr": FLOAT}),
     ("quantize_heads", HEADS, 4, {"largest_ptr": FLOAT}),
     (
         "norm_modulate",
         {**NORM, "QUANTIZE": False, "MODULATE": False},
-        8,
+        4,
         {"index_ptr": HALF, "x_ptr": FLOAT, "weight_ptr": FLOAT},
     ),
     ("moments", {"PIECE": 16384, "BLOCK": 1024}, 4, {"means_ptr": FLOAT, "squares_ptr": FLOAT}),
     ("normed", {"ACTIVATE": True, "BLOCK": 1024}, 4, {"mean_ptr": FLOAT, "factor_ptr": FLOAT}),
     ("scaled_residual", {"BLOCK": 1024}, 4, {"x_ptr": FLOAT, "scale_ptr": FLOAT, "out_ptr": FLOAT}),
     ("swiglu", {"BLOCK": 1024}, 4, {}),
-    ("swiglu_quantize", {"IS_INT8": False, "BLOCK": 16384}, 16, {}),
-    ("swiglu_quantize", {"IS_INT8": True, "BLOCK": 16384}, 16, {"values_ptr": INT8}),
+    ("swiglu_quantize", {"IS_INT8": False, **WIDE}, 16, {}),
+    ("swiglu_quantize", {"IS_INT8": True, **WIDE}, 16, {"values_ptr": INT8}),
     ("gated_residual", {"BLOCK": 1024}, 4, {}),
-    ("head_norm_rotary", {"HAS_WEIGHT": True, "ROTATE": True, "HEADS": 16, "BLOCK": 128}, 4, {}),
-    ("head_norm_rotary", {"HAS_WEIGHT": False, "ROTATE": False, "HEADS": 16, "BLOCK": 128}, 4, {}),
+    ("head_norm_rotary", {"HAS_WEIGHT": True, "ROTATE": True, **TURN}, 1, {}),
+    ("head_norm_rotary", {"HAS_WEIGHT": False, "ROTATE": False, **TURN}, 1, {}),
     ("rotary_head_norm", {"HEADS": 16, "BLOCK": 128}, 4, {"cos_ptr": FLOAT, "sin_ptr": FLOAT}),
     ("grouped_product", TILES, 8, {"rows": _descriptor(128), "weights": _descriptor(256)}),
     ("combine_rows", {"CHOICES": 8, "BLOCK": 1024}, 4, {}),

@@ -19,6 +19,7 @@ from device_bench import BACKEND, CONFIG, PRODUCTS, step_ceiling
 from device_bench import milliseconds as device_milliseconds
 
 from portable_dit.engine import Engine
+from portable_dit.models.h3_image.config import H3Config
 from portable_dit.request import Request
 from portable_dit.workers.inline import ThisProcess
 
@@ -46,6 +47,16 @@ class Case:
     targets: tuple[tuple[str, float], ...] = ()  # seconds of a stage; "total": from the prompt to the bytes
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What a case took: seconds in all and of a step, rows of a step, latent cells along its references."""
+
+    seconds: float
+    step: float
+    rows: int
+    reference_sides: tuple[int, ...]
+
+
 CASES = (
     Case("fp8 2048", FP8, SMALL, 10, "fp8_row", targets=(("total", 1.25),)),
     Case(
@@ -69,6 +80,8 @@ CASES = (
 MOST_DIT_BYTES = {"fp8_row": 21e9, "bfloat16": 41e9}
 FLAT = 64 << 20  # bytes that may come and go between equal requests
 REFERENCE_FACTOR = 1.25  # times the ratio of the transformer's operations
+AGAINST_DIFFUSERS = {"fp8_row": 2.0, "bfloat16": 1.25}  # times as fast
+drawn: dict[Case, Drawn] = {}  # by `pictures`, for `diffusers` to compare with
 
 
 @contextmanager
@@ -96,17 +109,17 @@ def pictures(report: Report) -> None:
                 report.check(
                     f"{cases[0].name}: DiT <= {most / 1e9:.0f} GB", dit <= most, f"{dit / 1e9:.2f} GB"
                 )
-            drawn = {case.name: _draw(report, engine, case) for case in cases}
             for case in cases:
+                drawn[case] = _draw(report, engine, case)
                 if case.references:
-                    _compare_with_text(report, case, drawn)
+                    _compare_with_text(report, case)
 
 
-def _compare_with_text(report: Report, case: Case, drawn: dict[str, tuple[float, int]]) -> None:
+def _compare_with_text(report: Report, case: Case) -> None:
     """What a reference costs, next to the operations that it adds to the transformer."""
     plain = case.name.partition(",")[0]
-    (seconds, rows), (seconds_plain, rows_plain) = drawn[case.name], drawn[plain]
-    ratio, growth = seconds / seconds_plain, _operations(rows) / _operations(rows_plain)
+    with_one, without = drawn[case], next(found for other, found in drawn.items() if other.name == plain)
+    ratio, growth = with_one.seconds / without.seconds, _operations(with_one.rows) / _operations(without.rows)
     text = f"{ratio:.2f} times {plain}; the transformer's operations grow {growth:.2f} times"
     report.check(
         f"{case.name}: <= {REFERENCE_FACTOR} of the operations' ratio",
@@ -133,8 +146,8 @@ def _transformer(engine: Engine) -> torch.nn.Module:
     return engine.workers.loaded.model.component("dit")
 
 
-def _draw(report: Report, engine: Engine, case: Case) -> tuple[float, int]:
-    """Draws the case again and again; the median of the whole, in seconds, and the rows of a step."""
+def _draw(report: Report, engine: Engine, case: Case) -> Drawn:
+    """Draws the case again and again; medians."""
     resolved = engine.setup.resolve(_request(case, case.references))
     seen: list[int] = []
     block = _transformer(engine).blocks[0]
@@ -163,14 +176,14 @@ def _draw(report: Report, engine: Engine, case: Case) -> tuple[float, int]:
     report.check(
         f"{case.name}: memory is flat", max(held) - min(held) <= FLAT, f"{max(held) - min(held)} bytes"
     )
-    return stages["total"], rows
+    ratio = H3Config().vae.ratio
+    sides = tuple(reference.pixels.shape[0] // ratio for reference in resolved.references)
+    return Drawn(stages["total"], step, rows, sides)
 
 
 def diffusers(report: Report) -> None:
-    """Six eager steps of diffusers' module in BF16, next to the engine's step in the same run."""
+    """Eager BF16 steps of diffusers' module, with as many rows of each kind as `pictures` had in this run."""
     from dit_step import diffusers_step, empty_diffusers_model, inputs
-
-    from portable_dit.models.h3_image.config import H3Config
 
     if WEIGHTS != "random":
         return
@@ -186,15 +199,22 @@ def diffusers(report: Report) -> None:
     for name, module in theirs.named_modules():
         if name.split(".")[0] in (theirs._keep_in_fp32_modules or ()):
             module.float()
-    for size, references in ((SMALL, 0), (LARGE, 0), (SMALL, 1), (LARGE, 1)):
-        side = size[0] // config.vae.ratio
-        # A reference brings as many rows of text, by which the encoder sees it, as rows of its own.
-        text_rows = 64 + references * (side // 2) ** 2
-        given = inputs(config.dit, side, text_rows, (side,) * references)
-        step = diffusers_step(theirs, given, dtype=torch.bfloat16, device="cuda")
-        ms = device_milliseconds(step, repeats=5, warm_up=2)
-        name = f"one step at {size[0]}, {references} references"
-        report.measured(name, f"{ms:.1f} ms, six {6 * ms / 1e3:.2f} s; {len(given.packing.tags)} rows", ms=ms)
+    taken: dict[tuple[int, int], float] = {}  # milliseconds of a step, by side and rows
+    for case, ours in drawn.items():
+        side = case.size[0] // config.vae.ratio
+        key = side, ours.rows
+        if key not in taken:
+            pictures = sum((cells // 2) ** 2 for cells in (side, *ours.reference_sides))
+            given = inputs(config.dit, side, ours.rows - pictures, ours.reference_sides)
+            assert len(given.packing.tags) == ours.rows
+            step = diffusers_step(theirs, given, dtype=torch.bfloat16, device="cuda")
+            taken[key] = device_milliseconds(step, repeats=5, warm_up=2)
+        ratio = taken[key] / 1e3 / ours.step
+        text = f"diffusers {taken[key]:.1f} ms, engine {1e3 * ours.step:.1f}: {ratio:.2f}; {ours.rows} rows"
+        if case.changes:
+            report.measured(f"one step, {case.name}", text)
+        else:
+            report.check(f"one step, {case.name}", ratio >= AGAINST_DIFFUSERS[case.format], text)
     del theirs, step
     gc.collect()
     BACKEND.trim(BACKEND.devices()[0])
