@@ -10,6 +10,7 @@ Letters: N out features, K in features.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -168,8 +169,8 @@ def fill_random(
 ) -> None:
     """Right shapes without meaning, for trying a layout before the weights are there.
 
-    Matrices are normal with variance 1 / K, so activations keep their scale; vectors are ones or zeros. Each
-    is drawn whole, from its name, so that all layouts and offloads of a machine draw the same picture.
+    Matrices and kernels are normal with variance 1 / inputs, so activations keep their scale; vectors are
+    ones or zeros. Each is drawn whole, from its name, so that all layouts and offloads draw the same picture.
     device: where each name goes. draw_on: the device that draws and encodes, whatever the place: a host takes
     minutes for what is offloaded. on_tensor: told how many are done, and of how many.
     """
@@ -188,7 +189,8 @@ def fill_random(
         if len(shape) > 1 and dtype.is_floating_point:
             generator = torch.Generator(draw_on).manual_seed(seed + crc32(name.encode()))
             tensor = torch.empty(shape, dtype=torch.float32, device=draw_on)
-            tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+            inputs = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]  # of experts and heads: the last
+            tensor.normal_(0.0, inputs**-0.5, generator=generator)
         else:
             tensor = torch.full(shape, float(not name.endswith("bias")), device=draw_on)
         if share is not None:

@@ -279,6 +279,20 @@ def test_random_weights_fill_everything_and_repeat(tmp_path):
     assert not any(tensor.is_meta for tensor in modules[0].state_dict().values())
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(300, 40), (200, 300)),
+        (nn.Conv2d(64, 32, 3), (1, 64, 30, 30)),
+        (nn.Conv3d(8, 16, 3), (1, 8, 9, 30, 30)),
+    ],
+)
+def test_random_weights_keep_the_scale_of_what_passes_them(layer, shape):
+    fill_random(layer, device=lambda name: "cpu")
+    with torch.no_grad():
+        assert layer(torch.randn(shape)).std().item() == pytest.approx(1.0, rel=0.15)
+
+
 # The manifest
 
 
