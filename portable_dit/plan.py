@@ -19,7 +19,7 @@ from portable_dit.errors import RecipeError
 from portable_dit.footprint import Footprint, Offload, measure_footprint
 from portable_dit.kernel_choice import PLAIN, Choices, Refusal, choose_kernels
 from portable_dit.layout import Layout, layout_problems, split_problems
-from portable_dit.models.spec import COMPONENTS, TILE_BATCH, ModelSpec, Numbers, Workload
+from portable_dit.models.spec import COMPONENTS, DEVICE_TILE_BATCH, TILE_BATCH, ModelSpec, Numbers, Workload
 from portable_dit.recipe import Recipe
 from portable_dit.recipe_rules import (
     Findings,
@@ -117,7 +117,8 @@ def make_plan(
     kernels: None when the machine's backend is not installed here; the plan then says so instead of naming
     kernels. workload: None plans for one picture of the model's default size.
     """
-    workload = workload or default_workload(spec)
+    tiles = TILE_BATCH if capabilities.host_shares_memory else DEVICE_TILE_BATCH
+    workload = replace(workload or default_workload(spec), tile_batch=tiles)
     found = Findings(notes=[Note("model", note) for note in spec.notes])
     layout = _layout(recipe, spec, capabilities, found)
     if not choose_tiling(recipe, spec, layout, found):
@@ -191,13 +192,12 @@ def _with_tiles_that_fit(
     workload: Workload, measure: Callable[[Workload], Footprint], found: Findings
 ) -> tuple[Workload, Footprint]:
     """The workload with as many tiles at once as fit beside the rest, and its footprint."""
-    size = measure(workload)
+    tiles, size = workload.tile_batch, measure(workload)
     while not size.fits_device and size.peak_stage == "vae" and workload.tile_batch > 1:
         workload = replace(workload, tile_batch=workload.tile_batch // 2)
         size = measure(workload)
-    if 0 < workload.tile_batch < TILE_BATCH:
-        text = f"the VAE takes {workload.tile_batch} tiles at once instead of {TILE_BATCH}, to fit"
-        found.note("tiles", text)
+    if workload.tile_batch < tiles:
+        found.note("tiles", f"the VAE takes {workload.tile_batch} tiles at once instead of {tiles}, to fit")
     return workload, size
 
 

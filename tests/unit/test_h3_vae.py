@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,13 +244,3 @@ def test_a_smooth_latent_decodes_without_steps_at_tile_borders(side: int) -> Non
     fade = 0.2 / min(axis.overlaps)
     assert min(axis.overlaps) >= 64
     assert steps.max() <= inside + fade
-
-
-@torch.no_grad()
-def test_pixels_leave_the_device_as_planes_and_are_laid_out_by_the_host() -> None:
-    vae = tiny()
-    pixels = to_pixels(vae.decode(torch.randn(1, 24, 6, 8)))
-    assert pixels.dtype == torch.uint8
-    assert pixels.shape == (1, 96, 128, 3)
-    assert pixels.permute(0, 3, 1, 2).is_contiguous()
-    assert np.ascontiguousarray(pixels.numpy()).flags.c_contiguous

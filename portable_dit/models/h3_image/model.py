@@ -255,7 +255,7 @@ class H3Image:
         latents = []
         for image, noise in zip(references, noises, strict=True):
             pixels = torch.from_numpy(np.array(image))[None].to(device)  # a copy: image may be read-only
-            clean = self.vae.encode(pixels, max_tiles=tile_batch)
+            clean = self.vae.encode(pixels, max_tiles=min(tile_batch, TILE_BATCH))  # large and few
             latents.append(time * clean + (1.0 - time) * noise.to(device))
         return latents
 

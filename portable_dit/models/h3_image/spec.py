@@ -13,6 +13,7 @@ from portable_dit.models.h3_image.qwen_config import QwenConfig
 from portable_dit.models.sizes import SizeRules, Tier
 from portable_dit.models.spec import (
     DTYPE_BYTES,
+    TILE_BATCH,
     Bytes,
     LinearGroup,
     ModelSpec,
@@ -221,7 +222,9 @@ class H3Spec(ModelSpec):
             config, width=workload.width, height=workload.height, itemsize=item, tile_batch=batch
         )
         for width, height in workload.reference_sizes:
-            encoding = counts.encode_live_bytes(config, width=width, height=height, tile_batch=batch)
+            encoding = counts.encode_live_bytes(
+                config, width=width, height=height, tile_batch=min(batch, TILE_BATCH)
+            )
             live = max(live, encoding)
         return Bytes(sum(parts.values()), live, parts)
 
