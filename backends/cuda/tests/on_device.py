@@ -58,6 +58,7 @@ class Report:
 def sections(rows: list[int]) -> dict[str, Callable[[Report], None]]:
     import device_bench as bench
     import device_checks as checks
+    import device_collectives
     import device_pictures as pictures
     import device_quality as quality
 
@@ -68,6 +69,7 @@ def sections(rows: list[int]) -> dict[str, Callable[[Report], None]]:
         "graphs": checks.graphs,
         "transfer": checks.transfer,
         "limits": checks.limits,
+        "collectives": lambda report: device_collectives.collectives(report, rows),
         "attention": lambda report: bench.attention(report, rows),
         "products": lambda report: bench.products(report, rows),
         "mixtures": bench.mixtures,
