@@ -53,6 +53,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {  # what to change, and whose lim
     "component": ({f"offload.{c}": "component" for c in ("text_encoder", "dit", "vae")}, "bfloat16"),
 }
 LEAST_DB = {"float32": 45.0, "bfloat16": 34.0, "8 bits": 20.0}  # of the worst of the pictures
+BY_BLOCK = ("fp8_row", "int8_row_rotated")
 JUDGED = ("bfloat16", "fp8_row", "fp8 attention", "int8_row")
 ALLOWED_BELOW = 0.05  # of a share, for cases so few: three of sixty
 
@@ -132,7 +133,7 @@ def by_block(report: Report) -> None:
     wish = Wish(PROMPT, size=SMALL if WEIGHTS == "random" else (256, 256))
     with drawing(BF16) as engine:
         reference = trace(_model(engine), wish, steps=(0,))
-    for format in ("fp8_row", "int8_row_rotated"):
+    for format in BY_BLOCK:
         with drawing(FP8, (("quantization.dit", format),)) as engine:
             errors = branch_errors(reference, _model(engine))
         for branch in ("attention", "mlp"):

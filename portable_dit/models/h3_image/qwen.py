@@ -85,7 +85,8 @@ class QwenEncoder(nn.Module):
             features = seen.deepstack_features
         x = x[None]
         pairs = self.config.head_dim // 2  # transformers gives each angle twice
-        rotary = Rotary(*(angles[..., :pairs] for angles in self.rotary_emb(x, positions[:, None])))
+        angles = self.rotary_emb(x, positions[:, None])
+        rotary = Rotary(*(both[..., :pairs].contiguous() for both in angles))  # once, and not in each layer
         mask: Mask = Causal() if x.shape[1] > 1 else NO_MASK
         for depth, layer in enumerate(self.layers):
             x = layer(x, rotary, mask)
