@@ -8,6 +8,7 @@ Letters: B batch, S tokens, M rows, R rows ordered by expert, E experts, C chann
 from __future__ import annotations
 
 from functools import cache
+from math import gcd
 from types import ModuleType
 
 import torch
@@ -131,9 +132,10 @@ def rotary_head_norm(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> T
     batch, rows, heads, dim = x.shape
     cos, sin = rotary.cos.contiguous(), rotary.sin.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = 1 << (dim - 1).bit_length()
-    together = max(min(1 << (heads - 1).bit_length(), 2048 // block), 1)
-    kernels().rotary_head_norm[(batch * rows, -(-heads // together))](
+    half = 1 << max(dim // 2 - 1, 0).bit_length()
+    together = max(256 // half, 1)  # 8 channels of each half for each thread of a warp
+    turns = gcd(-(-heads // together), 4)
+    kernels().rotary_head_norm[(batch * rows, -(-heads // (together * turns)))](
         x,
         weight,
         cos,
@@ -147,8 +149,10 @@ def rotary_head_norm(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> T
         x.stride(2),
         0 if cos.shape[0] == 1 else cos.stride(0),
         eps,
+        TURNS=turns,
         HEADS=together,
-        BLOCK=block,
+        HALF=half,
+        num_warps=1,
     )
     return out
 

@@ -5,7 +5,7 @@ features, M rows, C channels.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, RUF005
 
 import triton
 import triton.language as tl
@@ -26,30 +26,42 @@ def rotary_head_norm(
     x_head_stride,
     angle_batch_stride,
     eps,
+    TURNS: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """x [B, S, N, D] turned by float32 angles [B or 1, S, D / 2], then normed by head; -> contiguous.
 
-    Turning leaves the sum of squares as it is, so both need one read.
+    Turning leaves the sum of squares as it is, so both need one read. A program takes HEADS heads of a row
+    TURNS times, and reads all before it writes.
     """
     token = tl.program_id(0).to(tl.int64)
     batch, row = token // S, token % S
-    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    d = tl.arange(0, BLOCK)[None, :]
-    mask = (heads < N) & (d < D)
+    head = tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, HALF)[None, :] + head * 0  # all of one shape, so that no thread waits
     pairs = D // 2
-    base = x_ptr + batch * x_batch_stride + row * x_row_stride + heads * x_head_stride
-    y = tl.load(base + d, mask=mask, other=0.0).to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
-    partner = tl.where(d < pairs, d + pairs, d - pairs)
-    other = tl.load(base + partner, mask=mask, other=0.0).to(tl.float32)
-    angle = batch * angle_batch_stride + row * pairs + tl.where(d < pairs, d, d - pairs)
-    cos = tl.load(cos_ptr + angle, mask=d < D, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=d < D, other=0.0).to(tl.float32)
-    y = y * cos + tl.where(d < pairs, -1.0, 1.0) * other * sin
-    y = y * factor * tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(out_ptr + (token * N + heads) * D + d, y.to(out_ptr.dtype.element_ty), mask=mask)
+    inside = d < pairs
+    angle = batch * angle_batch_stride + row * pairs + d
+    cos = tl.load(cos_ptr + angle, mask=inside, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    by_first = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    by_second = tl.load(weight_ptr + pairs + d, mask=inside, other=0.0).to(tl.float32)
+    base = x_ptr + batch * x_batch_stride + row * x_row_stride
+    first, second = (), ()
+    for turn in tl.static_range(TURNS):
+        heads = (tl.program_id(1) * TURNS + turn) * HEADS + head
+        place, mask = base + heads * x_head_stride + d, (heads < N) & inside
+        first = first + (tl.load(place, mask=mask, other=0.0),)
+        second = second + (tl.load(place + pairs, mask=mask, other=0.0),)
+    for turn in tl.static_range(TURNS):
+        heads = (tl.program_id(1) * TURNS + turn) * HEADS + head
+        x, y = first[turn].to(tl.float32), second[turn].to(tl.float32)
+        factor = 1.0 / tl.sqrt(tl.sum(x * x + y * y, axis=1) / D + eps)[:, None]
+        place, mask = out_ptr + (token * N + heads) * D + d, (heads < N) & inside
+        turned = (x * cos - y * sin) * factor * by_first
+        tl.store(place, turned.to(out_ptr.dtype.element_ty), mask=mask)
+        turned = (y * cos + x * sin) * factor * by_second
+        tl.store(place + pairs, turned.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

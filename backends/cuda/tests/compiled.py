@@ -78,7 +78,7 @@ VARIANTS = (
     ("gated_residual", {"BLOCK": 1024}, 4, {}),
     ("head_norm_rotary", {"HAS_WEIGHT": True, "ROTATE": True, **TURN}, 1, {}),
     ("head_norm_rotary", {"HAS_WEIGHT": False, "ROTATE": False, **TURN}, 1, {}),
-    ("rotary_head_norm", {"HEADS": 16, "BLOCK": 128}, 4, {"cos_ptr": FLOAT, "sin_ptr": FLOAT}),
+    ("rotary_head_norm", {"TURNS": 4, "HEADS": 4, "HALF": 64}, 1, {"cos_ptr": FLOAT, "sin_ptr": FLOAT}),
     ("grouped_product", TILES, 8, {"rows": _descriptor(128), "weights": _descriptor(256)}),
     ("combine_rows", {"CHOICES": 8, "BLOCK": 1024}, 4, {}),
     ("scale_sums", {"HAS_BIAS": True, "BLOCK": 1024}, 4, {}),
