@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from portable_dit.backend import Backend, Lane, Mark
+from portable_dit.backend import Backend, Lane, Mark, is_short_of_memory
 from portable_dit.capabilities import Device
 from portable_dit.errors import BackendError
 
@@ -86,41 +87,69 @@ class GraphStyle:
     waits: bool = False
 
 
+@dataclass(eq=False)
+class _SharedMemory:
+    """What several graphs compute in, in turn: each one's intermediates lie where another's do.
+
+    handle: the allocator's pool. nbytes: what captures added to it. calls: those that are alive, with the
+    bytes of their inputs. The allocator gives the memory back when the last of them is gone, and not before.
+    """
+
+    handle: Any
+    nbytes: int = 0
+    calls: WeakKeyDictionary[Callable[..., Tensor], int] = field(default_factory=WeakKeyDictionary)
+
+    def held(self) -> int:
+        return self.nbytes + sum(self.calls.values()) if self.calls else 0
+
+
 class GraphPool:
     """The captured calls of one device. A replay reads and writes fixed memory.
 
     So inputs are copied into static tensors, the output is cloned for the caller, and every replay waits for
-    the one before it: the graphs of one device share a pool, in which one's intermediates lie where another's
-    do.
+    the one before it. That order is what lets graphs share their memory, which is then near what the largest
+    needs and not the sum of all: a call of fewer rows is captured inside what one of more rows left free. The
+    price is that letting one go frees room for the next capture alone, and memory when all are gone.
     """
 
     def __init__(self, module: Any, device: torch.device, style: GraphStyle) -> None:
         self._module = module
         self._device = device
         self._style = style
+        self._memories: list[_SharedMemory] = []  # the last one is captured into
         self._start_afresh()
         self._last = module.Event()
         self._lock = Lock()  # between the copy of inputs and the clone of the output nobody else may replay
 
     def _start_afresh(self) -> None:
-        self._pool = self._module.graph_pool_handle()
+        self._memories = [m for m in self._memories if m.calls]
+        self._memories.append(_SharedMemory(self._module.graph_pool_handle()))
         self._stream = self._module.Stream(self._device)
+
+    def held(self) -> int:
+        """Bytes of the device that the calls which are alive hold."""
+        return sum(memory.held() for memory in self._memories)
 
     def capture(
         self, function: Callable[..., Tensor], example_inputs: Sequence[Tensor]
     ) -> Callable[..., Tensor] | None:
         """The function captured for inputs of these shapes; None, with the reason logged, if refused.
 
-        Raises BackendError instead where a failed capture is the end of the device for this process.
+        Raises what it met when memory was short, and BackendError where a failed capture is the end of the
+        device for this process.
         """
         with self._lock, self._module.device(self._device):
+            if not self._memories[-1].calls:
+                self._start_afresh()  # a pool whose last graph is gone is given back, and used no more
             inputs = [_static_copy(tensor) for tensor in example_inputs]
             try:
                 self._warm_up(function, inputs)
             except RuntimeError as error:  # nothing is captured yet, so nothing is broken
                 self._note(error)
                 return None
-            graph = getattr(self._module, self._style.graph_class)()
+            graph, memory = getattr(self._module, self._style.graph_class)(), self._memories[-1]
+            self._module.empty_cache()  # what the warm-up took; the capture takes its own
+            before = self._module.memory_reserved(self._device)
             try:
                 output = self._record(graph, function, inputs)
             except RuntimeError as error:  # out of memory and errors of the capture alike
@@ -129,13 +158,19 @@ class GraphPool:
                         f"a capture failed ({_first_line(error)}), after which this device serves this "
                         "process no more. Start again with graphs off: --enforce-eager."
                     ) from error
-                self._note(error)
                 self._start_afresh()  # torch's allocator goes on recording into a pool whose capture failed
+                self._note(error)
                 return None
-        return self._replay(graph, inputs, output)
+            finally:
+                memory.nbytes += max(self._module.memory_reserved(self._device) - before, 0)
+            call = self._replay(graph, inputs, output)
+            memory.calls[call] = sum(tensor.nbytes for tensor in inputs)
+        return call
 
     def _note(self, error: RuntimeError) -> None:
         self._module.synchronize(self._device)
+        if is_short_of_memory(error):
+            raise error  # whoever asked may have something to let go
         log.warning("no graph of this call, it runs eagerly: %s", _first_line(error))
 
     def _warm_up(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
@@ -148,7 +183,7 @@ class GraphPool:
     def _record(self, graph: Any, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
         current, style = self._module.current_stream(self._device), self._style
         # The graph goes by position: modules do not agree on the name of that argument.
-        with self._module.graph(graph, pool=self._pool, stream=self._stream, **style.options):
+        with self._module.graph(graph, pool=self._memories[-1].handle, stream=self._stream, **style.options):
             output = function(*inputs)
         current.wait_stream(self._stream)
         return output
@@ -300,3 +335,7 @@ class AcceleratorBackend(Backend):
         if device not in self._pools:
             self._pools[device] = GraphPool(self.module, device, style)
         return self._pools[device].capture(function, example_inputs)
+
+    def graph_bytes(self, device: Device) -> int:
+        pool = self._pools.get(torch.device(device.torch_device))
+        return 0 if pool is None else pool.held()

@@ -23,7 +23,8 @@ def bind(
     choices: op name -> kernel id, as `Plan.choices(component)` gives them; "linear:<format>" and
     "experts:<format>" belong to `quantize` and are passed over. producers: seams and the one layer that reads
     each, as `ModelSpec.producers` names them; where that layer takes its input quantised and the seam's
-    kernel can make it, it does. Raises BackendError when the backend has no kernel of that id.
+    kernel can make it, it does, unless the seam has a part of what devices must agree on first. Raises
+    BackendError when the backend has no kernel of that id.
     """
     wanted = {op: id for op, id in choices.items() if ":" not in op and id != PLAIN}
     functions = {
@@ -47,6 +48,6 @@ def _read_in(module: nn.Module, name: str, producers: Sequence[tuple[str, str]])
         number = name.removeprefix(before).removesuffix(after)
         if name == seam.replace("*", number):
             found = module.get_submodule(layer.replace("*", number))
-            if isinstance(found, QuantizedLinear | QuantizedExpertLinear) and found.kernel.takes_quantized:
-                return found.kernel.format.name
+            if isinstance(found, QuantizedLinear | QuantizedExpertLinear) and found.agree is None:
+                return found.kernel.format.name if found.kernel.takes_quantized else None
     return None

@@ -68,7 +68,6 @@ class Capabilities:
     count: int
     dtypes: frozenset[str]
     native_formats: frozenset[str] = frozenset()
-    head_dims: tuple[int, ...] = ()
     float64: bool = True
     pinned_memory: bool = False
     async_copy: bool = False
@@ -110,19 +109,23 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class LinearRequest:
-    """One linear layer as the plan sees it: [rows, in_features] times [out_features, in_features]."""
+    """One linear layer as the plan sees it: [rows, in_features] times [out_features, in_features].
+
+    divided: the input is a part of one that several devices hold, and the format has scales that span parts.
+    """
 
     format: str
     dtype: str
     rows: int
     in_features: int
     out_features: int
+    divided: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertRequest:
     """The linear layers of a mixture's experts as the plan sees them: [rows, in_features], ordered by expert,
-    times weights [experts, out_features, in_features].
+    times weights [experts, out_features, in_features]. divided: as in `LinearRequest`.
     """
 
     format: str
@@ -131,6 +134,7 @@ class ExpertRequest:
     experts: int
     in_features: int
     out_features: int
+    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,11 +166,18 @@ class Kernel(Protocol):
         ...
 
 
+class ProductKernel(Kernel, Protocol):
+    """A kernel of linear layers or experts. quantizes_input: it computes with inputs in the format too."""
+
+    @property
+    def quantizes_input(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class KernelLists:
     """All kernels of a backend and its plugins, best first; those of linear layers and experts by format."""
 
     attention: Sequence[Kernel] = ()
-    linear: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
-    experts: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
+    linear: Mapping[str, Sequence[ProductKernel]] = field(default_factory=dict)
+    experts: Mapping[str, Sequence[ProductKernel]] = field(default_factory=dict)
     fused: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from portable_dit.backend import (
     Packed,
 )
 from portable_dit.capabilities import AttentionRequest, Capabilities, Device, LinearRequest, Reject
-from portable_dit.formats import FORMATS, QUANTIZED, quantize_blocks
+from portable_dit.formats import FORMATS, QUANTIZED, Agree, quantize_blocks
 from portable_dit.hooks import hookimpl
 from portable_dit.masks import Causal, Mask, to_keep
 
@@ -150,6 +150,7 @@ class Int8Linear(LinearKernel):
     """
 
     quantizes_input = True
+    agrees = True
 
     def __init__(self, format: str) -> None:
         super().__init__(format, "int8_matmul")
@@ -162,7 +163,13 @@ class Int8Linear(LinearKernel):
         return None
 
     def apply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        values, scales = quantize_blocks(x.float(), self.format, (1, 0))
+        return self._apply(x, packed, bias, None)
+
+    def apply_divided(self, x: Tensor, packed: Packed, bias: Tensor | None, agree: Agree) -> Tensor:
+        return self._apply(x, packed, bias, agree)
+
+    def _apply(self, x: Tensor, packed: Packed, bias: Tensor | None, agree: Agree | None) -> Tensor:
+        values, scales = quantize_blocks(x.float(), self.format, (1, 0), agree=agree)
         sums = torch._int_mm(values, packed["values"].t()).float()  # [M, N]
         out = sums.mul_(scales).mul_(packed["scales"].t())
         return (out if bias is None else out.add_(bias)).to(x.dtype)

@@ -24,7 +24,7 @@ from portable_dit.loading import Setup, fetch, set_up
 from portable_dit.plan import Plan
 from portable_dit.recipe import Recipe
 from portable_dit.request import ReferenceSource, Request, ResolvedRequest
-from portable_dit.result import Event, Finished, Queued, Result
+from portable_dit.result import Event, Outcome, Queued, Result
 from portable_dit.workers import RankReport, Workers, start_workers
 
 
@@ -47,7 +47,7 @@ def generate(
 
 
 class Engine:
-    """A loaded model. Make it with `Engine.load`; each replica of it draws one request at a time."""
+    """A loaded model. Make it with `Engine.load`; each replica of it draws one call's requests at a time."""
 
     def __init__(self, setup: Setup, workers: Workers) -> None:
         self.setup = setup
@@ -111,13 +111,60 @@ class Engine:
         on_event, is raised at once; what is being drawn stops after the step it is in, and the engine can
         draw again.
         """
-        resolved = self._resolved(request)
+        (outcome,) = self.generate_all(
+            [request],
+            on_event=lambda place, event: on_event(event),
+            cancelled=lambda place: cancelled(),
+            previews=[previews],
+        )
+        if isinstance(outcome, PortableDitError):
+            try:
+                raise outcome
+            finally:
+                del outcome  # else it would hold itself through this frame
+        return outcome
+
+    def generate_all(
+        self,
+        requests: Sequence[Request | ResolvedRequest | str],
+        *,
+        on_event: Callable[[int, Event], None] = lambda place, event: None,
+        cancelled: Callable[[int], bool] = lambda place: False,
+        previews: Sequence[bool] | None = None,
+    ) -> tuple[Outcome, ...]:
+        """What becomes of each of several requests: its result, or the error that `generate` would raise.
+
+        Images of one shape are denoised side by side, as many as the recipe's `batch` allows, where that
+        changes no bit of any. on_event, cancelled: as for `generate`, with the place of a request among them.
+        previews: for each. What goes wrong with more than one request is raised.
+        """
+        checked = [self._checked(request) for request in requests]
+        right = {place: one for place, one in enumerate(checked) if isinstance(one, ResolvedRequest)}
+        drawn = self._draw(right, on_event, cancelled, previews) if right else {}
+        return tuple(
+            one if isinstance(one, PortableDitError) else drawn[place] for place, one in enumerate(checked)
+        )
+
+    def _draw(
+        self,
+        requests: Mapping[int, ResolvedRequest],
+        on_event: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool] | None,
+    ) -> dict[int, Outcome]:
+        """What becomes of requests that are right, by their place among all."""
         self._ready()  # before a place is waited for, which may never be free in a fork
-        on_event(Queued())
+        places = list(requests)
+        for place in places:
+            on_event(place, Queued())
         with self._alone():
-            result = self._ready().draw(resolved, on_event, cancelled, previews)
-        on_event(Finished(result))
-        return result
+            outcomes = self._ready().draw(
+                [requests[place] for place in places],
+                lambda k, event: on_event(places[k], event),
+                lambda k: cancelled(places[k]),
+                [previews is not None and previews[place] for place in places],
+            )
+        return dict(zip(places, outcomes, strict=True))
 
     def stream(self, request: Request | ResolvedRequest | str, *, previews: bool = False) -> Iterator[Event]:
         """The events of a request as they happen, the result in the last. Closing the iterator cancels it.
@@ -182,6 +229,12 @@ class Engine:
         if not isinstance(request, Request | str):
             raise RequestError(f"request: a Request or a prompt is needed, not {type(request).__name__}.")
         return self.setup.resolve(Request(request) if isinstance(request, str) else request)
+
+    def _checked(self, request: Request | ResolvedRequest | str) -> ResolvedRequest | PortableDitError:
+        try:
+            return self._resolved(request)
+        except PortableDitError as error:
+            return error
 
     def _ready(self) -> Workers:
         if self.workers is None:

@@ -23,6 +23,9 @@ HOST_RUNTIME_BYTES = 280 * 2**20
 STAGING_BLOCKS = 2
 # Allocators round up and leave gaps; a plan that needs more than this share of the memory is said not to fit.
 USABLE_SHARE = 0.97
+# Captured calls hold what is left, but no more than this share of the memory: a server of many sizes would
+# else grow until nothing is left for programs beside it.
+GRAPH_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,9 @@ class Footprint:
     """components: the part of each that one device holds. stages: bytes on one device in "load" and in each
     component's stage.
 
-    peak: the highest stage. host: bytes of all processes on the host, `pinned` of them page-locked. The
-    limits are what the machine has; a host limit of 0 is unknown. Where device and host share memory, host
-    is the peak of all processes together.
+    peak: the highest stage. graphs: what captured calls may hold beside it. host: bytes of all processes on
+    the host, `pinned` of them page-locked. The limits are what the machine has; a host limit of 0 is unknown.
+    Where device and host share memory, host is the peak of all processes together.
     """
 
     components: Mapping[str, Bytes]
@@ -56,6 +59,7 @@ class Footprint:
     device_limit: int
     host_limit: int
     shared: bool
+    graphs: int = 0
 
     @property
     def peak_stage(self) -> str:
@@ -63,7 +67,12 @@ class Footprint:
 
     @property
     def fits_device(self) -> bool:
-        return self.peak <= USABLE_SHARE * self.device_limit
+        return self.peak + self.graphs <= USABLE_SHARE * self.device_limit
+
+    @property
+    def left(self) -> int:
+        """Bytes of the device that are free at the peak, before graphs."""
+        return max(int(USABLE_SHARE * self.device_limit) - self.peak, 0)
 
     @property
     def fits_host(self) -> bool:
@@ -85,20 +94,24 @@ def measure_footprint(
     layout: Layout = ONE_DEVICE,
     device_limit: int = 0,
     extra_activations: Mapping[str, int] | None = None,
+    graphs: int = 0,
 ) -> Footprint:
     """The footprint of one request.
 
     layout: how components are split; its devices are alike. device_limit: bytes to plan with, 0 takes what a
-    device has. extra_activations: by component, for kernels that need more than the model itself.
+    device has. extra_activations: by component, for kernels that need more than the model itself. graphs:
+    bytes that are set aside for captured calls.
     """
     extra = extra_activations or {}
     shared = capabilities.host_shares_memory
     whole = {name: spec.bytes_on_device(name, workload, numbers[name]) for name in COMPONENTS}
+    whole["dit"] = replace(whole["dit"], activations=workload.batch * whole["dit"].activations)
+    extra = {name: size * workload.batch if name == "dit" else size for name, size in extra.items()}
     components = _split(whole, spec, workload, numbers, layout)
     heads_split = {"dit": layout.tensor * layout.ulysses, "text_encoder": layout.text_encoder_tensor}
     extra = {name: -(-size // heads_split.get(name, 1)) for name, size in extra.items()}
     runtime = HOST_RUNTIME_BYTES if shared else capabilities.runtime_bytes
-    pictures = 3 * workload.width * workload.height * workload.images
+    pictures = 3 * workload.width * workload.height * max(workload.images, workload.batch)
     stages = {"load": runtime + sum(_loading(components[n], n, offload, shared=shared) for n in COMPONENTS)}
     for stage in COMPONENTS:
         resting = sum(_resting(name, components[name], offload, stage=stage) for name in COMPONENTS)
@@ -119,6 +132,7 @@ def measure_footprint(
         device_limit=device_limit or capabilities.device.total_bytes,
         host_limit=capabilities.host_bytes,
         shared=shared,
+        graphs=graphs,
     )
 
 
@@ -138,7 +152,7 @@ def _split(
     dit = _with_split_blocks(whole["dit"], layout.tensor)
     sequence = layout.ulysses * layout.ring
     if sequence > 1:
-        rows = -(-spec.rows(workload) // sequence)
+        rows = -(-spec.rows(workload) // sequence) * workload.batch
         inner = spec.num_heads * spec.head_dim // layout.tensor
         exchanged = 4 * rows * inner * DTYPE_BYTES[numbers["dit"].dtype]  # queries, keys, values, result
         dit = replace(dit, activations=-(-dit.activations // sequence) + exchanged)

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from portable_dit.errors import BackendError, WeightsError, near
-from portable_dit.rotation import rotate, rotated_together
+from portable_dit.models.spec import rotated_together
+from portable_dit.rotation import rotate
 
 WHOLE = 0  # as a block side: the whole dimension
 Agree = Callable[[Tensor], Tensor]
@@ -177,11 +178,16 @@ def quantize_blocks(
 
     Also serves activations, with `form.activations` as block; Inf and NaN are not looked for here.
     """
-    if form.rotated:
-        x = rotate(x, rotated_together(x.shape[1]))
+    x = _turned(x, form)
     amax = _block_amax(x, block)  # [blocks down, blocks across]
-    if agree is not None:
-        amax = agree(amax)
+    return round_blocks(x, form, block, amax if agree is None else agree(amax))
+
+
+def round_blocks(x: Tensor, form: Format, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_blocks` where the largest magnitudes are known: float32 [M / rows, K / columns].
+
+    x: [M, K] of any float dtype, in the format's basis.
+    """
     scales = (
         _power_of_two_scales(amax) if form.scales is torch.float8_e8m0fnu else _scales(amax, form.largest)
     )
@@ -192,9 +198,21 @@ def quantize_blocks(
     return scaled.to(form.values), scales
 
 
+def largest_of_blocks(x: Tensor, form: Format) -> Tensor:
+    """What `quantize_blocks` asks others about an input [M, K]: the largest magnitude of each of its blocks,
+    float32 [M / rows, K / columns].
+    """
+    assert form.activations is not None
+    return _block_amax(_turned(x.float(), form) if form.rotated else x, form.activations).float()
+
+
 def dequantize_blocks(values: Tensor, scales: Tensor, form: Format, block: tuple[int, int]) -> Tensor:
     """float32 [M, K] of values [M, K] and scales [M / rows, K / columns], rotated back."""
-    x = values.float() * _spread(scales.float(), block, values.shape)
+    return _turned(values.float() * _spread(scales.float(), block, values.shape), form)
+
+
+def _turned(x: Tensor, form: Format) -> Tensor:
+    """x [M, K] in the format's basis, or brought back from it: turning twice changes nothing."""
     return rotate(x, rotated_together(x.shape[1])) if form.rotated else x
 
 

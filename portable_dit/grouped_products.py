@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from portable_dit.backend import ExpertKernel, Packed
-from portable_dit.formats import Encoded
+from portable_dit.formats import Agree, Encoded
 from portable_dit.scaled_products import ScaledRowLinear
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ class GroupedRowExperts(ExpertKernel):
         values, scales = self._rows.quantize_input(x)  # [M, K], [M, 1]
         return self.apply_quantized(values, scales, packed, dispatch, out_features, x.dtype)
 
+    def apply_divided(
+        self, x: Tensor, packed: Packed, dispatch: Dispatch, out_features: int, agree: Agree
+    ) -> Tensor:
+        values, scales = self._rows.quantize_divided(x, agree)
+        return self.apply_quantized(values, scales, packed, dispatch, out_features, x.dtype)
+
     def apply_quantized(
         self,
         values: Tensor,
@@ -61,10 +67,10 @@ class GroupedRowExperts(ExpertKernel):
             # As bytes: not every build of torch picks rows of 8-bit floats.
             values = values.view(torch.uint8)[dispatch.rows].view(values.dtype)
             scales = scales[dispatch.rows]
-        return self.multiply(values, scales, packed, dispatch.ends, dtype)
+        return self.multiply(values, scales, packed, dispatch, dtype)
 
     def multiply(
-        self, values: Tensor, scales: Tensor, packed: Packed, ends: Tensor, dtype: torch.dtype
+        self, values: Tensor, scales: Tensor, packed: Packed, dispatch: Dispatch, dtype: torch.dtype
     ) -> Tensor:
         """Rows that are dealt out, values [R, K] and scales [R, 1], times their experts' weights: [R, N]."""
         by_row = F.ScalingType.RowWise
@@ -75,7 +81,7 @@ class GroupedRowExperts(ExpertKernel):
             scale_recipe_a=by_row,
             scale_b=packed["scales"],
             scale_recipe_b=by_row,
-            offs=ends,
+            offs=dispatch.ends,
             output_dtype=dtype,
             use_fast_accum=self._rows.fast_accumulation,
         )

@@ -14,10 +14,11 @@ from portable_dit.capabilities import (
     Kernel,
     KernelLists,
     LinearRequest,
+    ProductKernel,
     Request,
 )
 from portable_dit.errors import near
-from portable_dit.layout import ONE_DEVICE, Layout, split_attention, split_shape
+from portable_dit.layout import ONE_DEVICE, Layout, sharers, split_attention, split_shape
 from portable_dit.models.spec import COMPONENTS, ModelSpec, Numbers, Workload, matches
 
 PLAIN = "plain"  # the body in ops.py
@@ -38,9 +39,13 @@ class Refusal:
 
 @dataclass
 class Choices:
-    """What was found so far. chosen: component -> op -> kernel id. problems: wishes that no kernel meets."""
+    """What was found so far. chosen: component -> op -> kernel id. problems: wishes that no kernel meets.
+
+    quantizing: component -> which of "linear" and "experts" run on a kernel that quantises its input.
+    """
 
     chosen: dict[str, dict[str, str]] = field(default_factory=lambda: {name: {} for name in COMPONENTS})
+    quantizing: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in COMPONENTS})
     refusals: list[Refusal] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -165,14 +170,15 @@ def _linear(
         return
     rows = {"dit": spec.rows(workload), "text_encoder": workload.prompt_tokens, "vae": VAE_ROWS}[component]
     numbers = held.format, held.dtype, rows
-    layers = [LinearRequest(*numbers, *split_shape(g, spec, layout)) for g in reached if not g.experts]
+    parts = [(g, split_shape(g, spec, layout), bool(sharers(g, spec, layout, held.format))) for g in reached]
+    layers = [LinearRequest(*numbers, *shape, divided) for g, shape, divided in parts if not g.experts]
     experts = [
-        ExpertRequest(*numbers, g.experts // layout.expert, *split_shape(g, spec, layout))
-        for g in reached
+        ExpertRequest(*numbers, g.experts // layout.expert, *shape, divided)
+        for g, shape, divided in parts
         if g.experts
     ]
     lists = kernels or KernelLists()
-    kinds: tuple[tuple[str, Sequence[Request], Mapping[str, Sequence[Kernel]]], ...] = (
+    kinds: tuple[tuple[str, Sequence[Request], Mapping[str, Sequence[ProductKernel]]], ...] = (
         ("linear", layers, lists.linear),
         ("experts", experts, lists.experts),
     )
@@ -181,8 +187,16 @@ def _linear(
             op = f"{kind}:{held.format}"
             if kernels is None:
                 found.chosen[component][op] = UNKNOWN
+                if quantizes_likely(held, capabilities):
+                    found.quantizing[component].append(kind)
             else:
                 _linear_kernel(found, capabilities, component, op, requests, listed, wish)
+
+
+def quantizes_likely(held: Numbers, capabilities: Capabilities) -> bool:
+    """Whether inputs are quantised, as far as one can tell without knowing the kernels."""
+    format = held.format
+    return bool(format and not format.endswith("_weight_only") and capabilities.multiplies(format))
 
 
 def _linear_kernel(
@@ -191,13 +205,16 @@ def _linear_kernel(
     component: str,
     op: str,
     requests: Sequence[Request],
-    listed: Mapping[str, Sequence[Kernel]],
+    listed: Mapping[str, Sequence[ProductKernel]],
     wish: str,
 ) -> None:
-    format = op.partition(":")[2]
-    picked = found.pick(component, op, listed.get(format, ()), requests, capabilities, approximate=True)
+    kind, _, format = op.partition(":")
+    kernels = listed.get(format, ())
+    picked = found.pick(component, op, kernels, requests, capabilities, approximate=True)
     if picked is not None:
         found.chosen[component][op] = picked
+        if next(kernel for kernel in kernels if kernel.id == picked).quantizes_input:
+            found.quantizing[component].append(kind)
         return
     refused = [r for r in found.refusals if r.component == component and r.op == op]
     why = "; ".join(f"{r.kernel}: {r.detail}" for r in refused) or "it has no kernel for that format"

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from portable_dit.capabilities import AttentionRequest
-from portable_dit.models.spec import FORMAT_SCALES, LinearGroup, ModelSpec
+from portable_dit.models.spec import (
+    FORMAT_SCALES,
+    LinearGroup,
+    ModelSpec,
+    TensorSplit,
+    input_spans,
+    rotated_together,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,11 @@ class Layout:
         Experts, text encoder and VAE tiles use these devices again, they add none.
         """
         return self.tensor * self.ulysses * self.ring * self.guidance
+
+    @property
+    def exchanges_in_blocks(self) -> bool:
+        """Whether devices exchange rows, heads or sums inside the blocks of the DiT."""
+        return self.tensor * self.ulysses * self.ring * self.expert > 1
 
     @property
     def world(self) -> int:
@@ -109,11 +121,32 @@ def split_attention(request: AttentionRequest, component: str, layout: Layout) -
 
 def split_shape(group: LinearGroup, spec: ModelSpec, layout: Layout) -> tuple[int, int]:
     """(in features, out features) of the part of a linear layer that one device holds."""
-    shape = [group.in_features, group.out_features]
-    for split in spec.tensor_plan:
-        if (split.component, split.pattern) == (group.component, group.pattern):
-            shape[split.along == "out"] //= tensor_degree(group.component, layout)
+    shape, split = [group.in_features, group.out_features], _split_of(group, spec)
+    if split is not None:
+        shape[split.along == "out"] //= tensor_degree(group.component, layout)
     return shape[0], shape[1]
+
+
+def sharers(group: LinearGroup, spec: ModelSpec, layout: Layout, format: str) -> tuple[int, ...]:
+    """How many devices agree on the scales of a layer's input before it is quantised, once for each number.
+
+    Those that hold its columns, where a scale spans them all, and those that hold its rows. Guidance branches
+    on devices of their own are scaled on their own.
+    """
+    split = _split_of(group, spec)
+    if split is None:
+        return ()
+    spans_rows, spans_columns = input_spans(format)
+    columns = tensor_degree(group.component, layout) // (layout.expert if group.experts else 1)
+    rows = layout.ulysses * layout.ring if group.component == "dit" else 1
+    found = (columns if spans_columns and split.along == "in" else 1, rows if spans_rows else 1)
+    return tuple(degree for degree in found if degree > 1)
+
+
+def _split_of(group: LinearGroup, spec: ModelSpec) -> TensorSplit | None:
+    """How tensor parallel divides these layers: those of the blocks, and no other."""
+    wanted = group.component, group.pattern
+    return next((s for s in spec.tensor_plan if (s.component, s.pattern) == wanted), None)
 
 
 def tensor_degree(component: str, layout: Layout) -> int:
@@ -138,12 +171,19 @@ def split_problems(spec: ModelSpec, layout: Layout, formats: Mapping[str, str | 
         block, widths = (
             (rows, split.parts or (group.out_features,)) if out else (columns, (group.in_features,))
         )
+        key = "tensor" if split.component == "dit" else "text_encoder_tensor"
         if block > 1 and any(width // degree % block for width in widths):
-            key = "tensor" if split.component == "dit" else "text_encoder_tensor"
             problems.append(
                 f"layout.{key}={degree}: the parts of {split.pattern} must be whole blocks of {block} "
                 f"{format} values, and {min(widths) // degree} is none. Say another degree, or "
                 f"quantization.{split.component}=fp8_row."
+            )
+        turned, part = rotated_together(group.in_features), group.in_features // degree
+        if not out and format.endswith("_rotated") and rotated_together(part) != turned:
+            problems.append(
+                f"layout.{key}={degree}: {format} turns {turned} neighbouring channels of {split.pattern} "
+                f"together, and parts of {part} would cut them apart. Say another degree, or "
+                f"quantization.{split.component}={format.removesuffix('_rotated')}."
             )
     return problems
 

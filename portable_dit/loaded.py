@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from portable_dit.models.spec import Denoiser, Model, TileRunner
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from portable_dit.batches import Batches
     from portable_dit.graphs import Graphs
     from portable_dit.offload import ComponentOffload, LayerOffload
     from portable_dit.parallel.mesh import Mesh
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
     from portable_dit.sampling import BlockRunner
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model with its weights, the calls that are captured, and the components that visit the device.
 
-    prompts: text states of earlier requests. mesh: this rank's groups, None when one device does it all.
+    prompts: text states of earlier requests. batches: which shapes may be denoised side by side. mesh: this
+    rank's groups, None when one device does it all.
     """
 
     model: Model
@@ -37,6 +42,7 @@ class LoadedModel:
     streamed: tuple[LayerOffload, ...]
     bytes_read: int
     prompts: PromptCache
+    batches: Batches
     mesh: Mesh | None = None
 
     def runner(self, denoiser: Denoiser) -> BlockRunner:
@@ -80,6 +86,13 @@ class LoadedModel:
         from portable_dit.parallel.guidance import with_all_branches
 
         return with_all_branches(count, self.mesh.group("guidance"), combine)
+
+    def with_room(self, call: Callable[[], T]) -> T:
+        """call(), once more without captured graphs where memory is short; with other ranks, call() as it is.
+
+        A rank that tried again alone would leave the others waiting.
+        """
+        return call() if self.mesh is not None else self.graphs.with_room(call)
 
     @contextmanager
     def on_device(self, *components: str) -> Iterator[None]:

@@ -98,6 +98,7 @@ class Setup:
             height=request.height,
             prompt_tokens=self.spec.prompt_tokens,
             reference_sizes=tuple(reference.size for reference in request.references),
+            batch=self.recipe.batch,
         )
         if workload == self.plan.workload:
             return self.plan
@@ -181,6 +182,7 @@ def load_model(
     """
     import torch
 
+    from portable_dit.batches import Batches
     from portable_dit.graphs import Graphs
     from portable_dit.prompt_cache import PromptCache
 
@@ -202,15 +204,31 @@ def load_model(
         _quantize(module, name, setup)
         bytes_read += _fill(model, name, checkpoint, setup, parts, partial(on_bytes, name))
         _require_quantized(module, name, setup)
+        if parts is not None:
+            parts.agree(name, module, _divided_blocks(model, name))
         _bind(module, name, setup)
         if parts is not None:
             _connect(parts, model, name, setup)
     model.finish_loading(model.schedule(plan.steps), setup.device.torch_device)
     visitors, streamed = _offload(model, setup)
     setup.backend.synchronize(setup.device)
-    graphs = Graphs(setup.backend, max_live=setup.capabilities.graphs.max_live)
+    graphs = Graphs(
+        setup.backend,
+        setup.device,
+        max_live=setup.capabilities.graphs.max_live,
+        agree=_agreement(mesh, setup),
+    )
     prompts = PromptCache(setup.recipe.prompt_cache_mib << 20, _encoder_identity(setup))
-    return LoadedModel(model, graphs, plan.graphs, visitors, streamed, bytes_read, prompts, mesh)
+    return LoadedModel(
+        model, graphs, plan.graphs, visitors, streamed, bytes_read, prompts, Batches(mesh), mesh
+    )
+
+
+def _agreement(mesh: Mesh | None, setup: Setup) -> Callable[[bool], bool] | None:
+    """How ranks whose captured blocks hold exchanges decide together what to capture."""
+    if mesh is None or not setup.plan.graphs["dit"] or not setup.plan.layout.exchanges_in_blocks:
+        return None
+    return partial(mesh.all_in_blocks, device=setup.device.torch_device)
 
 
 def _limit_memory(setup: Setup) -> None:
@@ -428,8 +446,12 @@ def _connect(parts: Parts, model: Model, name: str, setup: Setup) -> None:
     with_lse = None
     if name == "dit" and setup.plan.layout.ring > 1:
         with_lse = setup.backend.attention_kernel(setup.plan.choices(name)["attention"]).run_with_lse
-    module = model.component(name)
-    parts.connect(name, module, _blocks(model, name)[1] if name == "dit" else module, with_lse)
+    parts.connect(name, model.component(name), _divided_blocks(model, name), with_lse)
+
+
+def _divided_blocks(model: Model, name: str) -> nn.Module:
+    """Where the rows of a step may be divided over ranks."""
+    return _blocks(model, name)[1] if name == "dit" else model.component(name)
 
 
 def _offload(model: Model, setup: Setup) -> tuple[dict[str, ComponentOffload], tuple[LayerOffload, ...]]:

@@ -11,8 +11,8 @@ E experts, k of them for each row; for clips T frames, h w cells.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from portable_dit.masks import NO_MASK, Mask, to_keep
 
+T = TypeVar("T")
 CHUNK_BYTES = 512 << 20  # of float32 values that a norm of frames holds at once
 
 
@@ -66,6 +67,31 @@ class Dispatch:
 
     rows: Tensor | None
     ends: Tensor
+    _known: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def in_order(self) -> Dispatch:
+        """The same for rows that were ordered before."""
+        return Dispatch(None, self.ends, self._known)
+
+    def once(self, name: str, make: Callable[[Tensor], T]) -> T:
+        """make(ends), worked out for the first layer of a mixture that asks and kept for the next."""
+        if name not in self._known:
+            self._known[name] = make(self.ends)
+        known: T = self._known[name]
+        return known
+
+    def parts(self) -> list[tuple[int, slice]]:
+        """The experts that have rows, and which: asks the device."""
+        return self.once("parts", _parts)
+
+
+def _parts(ends: Tensor) -> list[tuple[int, slice]]:
+    found, start = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            found.append((expert, slice(start, end)))
+        start = end
+    return found
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -161,6 +187,26 @@ def route(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return index, shares / shares.sum(dim=-1, keepdim=True).clamp_min(1e-8)
 
 
+def deal(index: Tensor, first: int, held: int, num_experts: int) -> tuple[Dispatch, Tensor]:
+    """The choices of all rows ordered by expert: index int64 [M, k] -> who gets which rows, and places.
+
+    first, held: which of the experts are here; choices of others come last. Choices of one expert keep the
+    order of their rows. places: int64 [M, k], where in that order each choice stands. Counted on the device:
+    nothing of the routing goes to the host.
+    """
+    chosen = index.flatten()
+    if held < num_experts:
+        here = chosen - first
+        chosen = torch.where((here >= 0) & (here < held), here, held)
+    # As short numbers, of which a sort by digits has two and not eight.
+    experts, order = chosen.to(torch.int16).sort(stable=True)  # [M * k]
+    numbers = torch.arange(held, dtype=torch.int16, device=index.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=index.device)
+    return Dispatch(order // index.shape[1], ends), places.view(index.shape)
+
+
 def expert_linear(x: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
     """Each row through its expert's matrix: x [M, K], weight [E, N, K] -> [R, N], ordered by expert.
 
@@ -168,11 +214,8 @@ def expert_linear(x: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
     """
     rows = x if dispatch.rows is None else x[dispatch.rows]  # [R, K]
     out = rows.new_empty(rows.shape[0], weight.shape[1])
-    start = 0
-    for expert, end in enumerate(dispatch.ends.tolist()):
-        if end > start:
-            out[start:end] = F.linear(rows[start:end], weight[expert])
-        start = end
+    for expert, part in dispatch.parts():
+        out[part] = F.linear(rows[part], weight[expert])
     return out
 
 
@@ -400,6 +443,19 @@ class ExpertLinear(Seam):
         return out
 
 
+class Deal(Seam):
+    """Orders the choices of rows by expert."""
+
+    op = "deal"
+
+    def __init__(self) -> None:
+        super().__init__(deal)
+
+    def forward(self, index: Tensor, first: int, held: int, num_experts: int) -> tuple[Dispatch, Tensor]:
+        dispatch, places = self.run(index, first, held, num_experts)
+        return dispatch, places
+
+
 class CombineExperts(Seam):
     """The weighted sum of what a row's experts gave."""
 
@@ -423,6 +479,7 @@ class Experts(nn.Module):
     def __init__(self, num_experts: int, channels: int, hidden: int) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self.deal = Deal()
         self.gate_and_up_proj = ExpertLinear(num_experts, channels, 2 * hidden)
         self.act = SwiGLU()
         self.down_proj = ExpertLinear(num_experts, hidden, channels)
@@ -430,17 +487,13 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, shares: Tensor) -> Tensor:
         """x [M, C]; index int64 [M, k] and shares float32 [M, k], as a `Router` gives them."""
-        held = self.gate_and_up_proj.num_experts
-        here = index - self.gate_and_up_proj.first
-        is_here = (here >= 0) & (here < held)
-        experts, order = torch.where(is_here, here, held).flatten().sort(stable=True)  # [M * k]
-        # Counted on the device: nothing of the routing goes to the host.
-        ends = torch.searchsorted(experts, torch.arange(held, device=x.device), right=True, out_int32=True)
-        hidden = self.gate_and_up_proj(x, Dispatch(order // index.shape[1], ends))  # [M * k, 2F]
-        out = self.down_proj(self.act(hidden), Dispatch(None, ends))  # [M * k, C]
+        first, held = self.gate_and_up_proj.first, self.gate_and_up_proj.num_experts
+        dispatch, places = self.deal(index, first, held, self.num_experts)
+        hidden = self.gate_and_up_proj(x, dispatch)  # [M * k, 2F]
+        out = self.down_proj(self.act(hidden), dispatch.in_order())  # [M * k, C]
         if held < self.num_experts:
-            out = out.masked_fill((experts == held)[:, None], 0.0)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(order.numel(), device=x.device)
-        combined: Tensor = self.combine(out, places.view(index.shape), torch.where(is_here, shares, 0.0))
+            end = dispatch.ends[-1]
+            out = out.masked_fill((torch.arange(len(out), device=x.device) >= end)[:, None], 0.0)
+            shares = torch.where(places < end, shares, 0.0)
+        combined: Tensor = self.combine(out, places, shares)
         return combined

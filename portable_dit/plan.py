@@ -16,14 +16,23 @@ from typing import Any
 
 from portable_dit.capabilities import Capabilities, KernelLists
 from portable_dit.errors import RecipeError
-from portable_dit.footprint import Footprint, Offload, measure_footprint
+from portable_dit.footprint import GRAPH_SHARE, Footprint, Offload, measure_footprint
 from portable_dit.kernel_choice import PLAIN, Choices, Refusal, choose_kernels
 from portable_dit.layout import Layout, layout_problems, split_problems
-from portable_dit.models.spec import COMPONENTS, DEVICE_TILE_BATCH, TILE_BATCH, ModelSpec, Numbers, Workload
+from portable_dit.models.spec import (
+    COMPONENTS,
+    DEVICE_TILE_BATCH,
+    TILE_BATCH,
+    ModelSpec,
+    Numbers,
+    Workload,
+    input_spans,
+)
 from portable_dit.recipe import Recipe
 from portable_dit.recipe_rules import (
     Findings,
     Note,
+    check_batch,
     check_device,
     check_keep,
     check_offload,
@@ -118,7 +127,7 @@ def make_plan(
     kernels. workload: None plans for one picture of the model's default size.
     """
     tiles = TILE_BATCH if capabilities.host_shares_memory else DEVICE_TILE_BATCH
-    workload = replace(workload or default_workload(spec), tile_batch=tiles)
+    workload = replace(workload or default_workload(spec), batch=recipe.batch, tile_batch=tiles)
     found = Findings(notes=[Note("model", note) for note in spec.notes])
     layout = _layout(recipe, spec, capabilities, found)
     if not choose_tiling(recipe, spec, layout, found):
@@ -130,24 +139,32 @@ def make_plan(
     graphs = choose_graphs(recipe, layout, offload, capabilities, found)
     check_workload(workload, spec, found)
     numbers = _numbers(recipe, spec, dtype, found)
-    found.problems += split_problems(spec, layout, {name: held.format for name, held in numbers.items()})
+    formats = {name: held.format for name, held in numbers.items()}
+    found.problems += split_problems(spec, layout, formats)
+    check_batch(recipe, spec, formats, found)
     attention = recipe.attention
     choices = choose_kernels(
         spec, capabilities, kernels, workload, numbers=numbers, attention=attention, layout=layout
     )
     found.problems += choices.problems
     found.notes += _kernel_notes(choices, numbers, capabilities, installed=kernels is not None)
+    found.notes += _scale_notes(choices, numbers, layout)
     _refuse_problems(recipe, capabilities, found, strict=strict)
     scores = _scores(spec, workload, choices, dtype)
-    measure = _measure(recipe, spec, capabilities, numbers=numbers, layout=layout, scores=scores)
-    workload, size = _with_tiles_that_fit(workload, lambda w: measure(w, offload=offload), found)
+    asked = round((recipe.graphs.memory_gib or 0) * GIB) if any(graphs.values()) else 0
+    measure = _measure(
+        recipe, spec, capabilities, numbers=numbers, layout=layout, scores=scores, graphs=asked
+    )
+    workload, size = _as_much_at_once_as_fits(workload, lambda w: measure(w, offload=offload), found)
+    if any(graphs.values()) and not asked:
+        size = replace(size, graphs=min(size.left, int(GRAPH_SHARE * size.device_limit)))
     return Plan(
         model=spec.id,
         backend=capabilities.device.backend,
         device=capabilities.device.name,
         digest=recipe.digest,
         dtype=dtype,
-        formats={name: held.format for name, held in numbers.items()},
+        formats=formats,
         only=_patterns(spec),
         keep=numbers["dit"].keep,
         kernels=choices.chosen,
@@ -160,7 +177,14 @@ def make_plan(
         notes=tuple(found.notes),
         refusals=tuple(choices.refusals),
         bytes=size,
-        traffic=bytes_sent_in_a_step(spec, workload, layout, dtype["dit"], branches=_branches(recipe, spec)),
+        traffic=bytes_sent_in_a_step(
+            spec,
+            workload,
+            layout,
+            numbers["dit"],
+            branches=_branches(recipe, spec),
+            quantizing=choices.quantizing["dit"],
+        ),
         verdict=_verdict(size, lambda other: measure(workload, offload=other), offload),
         values=recipe.values(),
         provenance=recipe.provenance,
@@ -175,6 +199,7 @@ def _measure(
     numbers: Mapping[str, Numbers],
     layout: Layout,
     scores: Mapping[str, int],
+    graphs: int,
 ) -> partial[Footprint]:
     """`measure_footprint` with what is decided; what is left are the workload and where weights rest."""
     return partial(
@@ -185,14 +210,20 @@ def _measure(
         layout=layout,
         device_limit=round((recipe.device.memory_gib or 0) * GIB),
         extra_activations=scores,
+        graphs=graphs,
     )
 
 
-def _with_tiles_that_fit(
+def _as_much_at_once_as_fits(
     workload: Workload, measure: Callable[[Workload], Footprint], found: Findings
 ) -> tuple[Workload, Footprint]:
-    """The workload with as many tiles at once as fit beside the rest, and its footprint."""
-    tiles, size = workload.tile_batch, measure(workload)
+    """The workload with as many pictures and tiles at once as fit beside the rest, and its footprint."""
+    asked, tiles, size = workload.batch, workload.tile_batch, measure(workload)
+    while not size.fits and size.peak_stage == "dit" and workload.batch > 1:
+        workload = replace(workload, batch=workload.batch - 1)
+        size = measure(workload)
+    if workload.batch < asked:
+        found.note("batch", f"the DiT takes {workload.batch} pictures at once instead of {asked}, to fit")
     while not size.fits_device and size.peak_stage == "vae" and workload.tile_batch > 1:
         workload = replace(workload, tile_batch=workload.tile_batch // 2)
         size = measure(workload)
@@ -251,6 +282,21 @@ def _kernel_notes(
     return notes
 
 
+def _scale_notes(choices: Choices, numbers: Mapping[str, Numbers], layout: Layout) -> list[Note]:
+    """Inputs whose one scale belongs to rows that devices hold apart and scale apart."""
+    notes = []
+    for name, key, degree in (("dit", "guidance", layout.guidance), ("vae", "vae_tiles", layout.vae_tiles)):
+        format = numbers[name].format
+        if degree > 1 and format and choices.quantizing[name] and input_spans(format)[0]:
+            text = (
+                f"quantization.{name}={format}: an input has one scale for all its rows, and each device of "
+                f"layout.{key}={degree} has one for its own, so the picture is that of one device up to the "
+                "format's rounding; fp8_row has a scale for each row"
+            )
+            notes.append(Note("scales_apart", text))
+    return notes
+
+
 def _scores(
     spec: ModelSpec, workload: Workload, choices: Choices, dtype: Mapping[str, str]
 ) -> dict[str, int]:
@@ -269,6 +315,10 @@ def _verdict(size: Footprint, measure: Callable[[Offload], Footprint], offload: 
     need = f"{_gib(size.peak)} of {_gib(size.device_limit)} {where} at the peak ({size.peak_stage})"
     if size.fits:
         return f"fits: {need}"
+    if size.graphs:
+        need += f", {_gib(size.graphs)} for graphs"
+        if 100 * size.left >= GIB and replace(size, graphs=size.left).fits:
+            return f"does not fit: {need}. It would with graphs.memory_gib={size.left * 100 // GIB / 100:g}."
     if not size.fits_host:
         need += f", {_gib(size.host)} of {_gib(size.host_limit)} host memory"
     if size.shared:

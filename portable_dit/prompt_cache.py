@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+
+from portable_dit.trees import mapped, tensors_of
 
 
 class PromptCache:
@@ -43,10 +43,10 @@ class PromptCache:
 
     def keep(self, prompt: str, references: Sequence[np.ndarray], states: Any) -> None:
         """Keeps a copy, unless it alone is over the limit."""
-        size = sum(tensor.nbytes for tensor in _tensors(states))
+        size = sum(tensor.nbytes for tensor in tensors_of(states))
         if size > self.max_bytes:
             return
-        self._kept[self._key(prompt, references)] = (_mapped(states, lambda t: t.to("cpu", copy=True)), size)
+        self._kept[self._key(prompt, references)] = (mapped(states, lambda t: t.to("cpu", copy=True)), size)
         while self.kept_bytes > self.max_bytes:
             self._kept.popitem(last=False)
 
@@ -59,25 +59,3 @@ class PromptCache:
             digest.update(repr(picture.shape).encode())
             digest.update(np.ascontiguousarray(picture).tobytes())
         return digest.hexdigest()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _mapped(value, note)
-    return found
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with every tensor in it changed; tuples and dataclasses are looked into."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        return tuple(_mapped(part, change) for part in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _mapped(getattr(value, f.name), change) for f in fields(value)})
-    return value

@@ -40,9 +40,12 @@ class QuantizedLinear(nn.Module):
     There is no `weight` parameter: a loader finds this module by name and hands it the weight in the format
     (`accept_encoded`), as it was stored or as it encoded it; `accept_weight` does both. `bias` is a parameter
     like any other.
+
+    agree: what ranks that share its input ask each other before it is quantised; None = all of it is here.
     """
 
     bias: nn.Parameter | None
+    agree: Agree | None = None
 
     def __init__(self, linear: nn.Linear, kernel: LinearKernel) -> None:
         super().__init__()
@@ -83,7 +86,11 @@ class QuantizedLinear(nn.Module):
         rows = x.reshape(-1, self.in_features)  # [M, K]
         if rows.shape[0] == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
-        return self.kernel.apply(rows, packed, self.bias).view(*x.shape[:-1], self.out_features)
+        if self.agree is None:
+            out = self.kernel.apply(rows, packed, self.bias)
+        else:
+            out = self.kernel.apply_divided(rows, packed, self.bias, self.agree)
+        return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return (
@@ -99,7 +106,10 @@ class QuantizedExpertLinear(nn.Module):
     """The linear layers of a mixture's experts in a quantised format; stands where an `ExpertLinear` stood.
 
     Each expert's weight arrives on its own and is encoded on its own, so scales know nothing of the others.
+    agree: as in `QuantizedLinear`.
     """
+
+    agree: Agree | None = None
 
     def __init__(self, experts: ExpertLinear, kernel: ExpertKernel) -> None:
         super().__init__()
@@ -147,7 +157,9 @@ class QuantizedExpertLinear(nn.Module):
             return self.kernel.apply_quantized(
                 x.values, x.scales, packed, dispatch, self.out_features, x.dtype
             )
-        return self.kernel.apply(x, packed, dispatch, self.out_features)
+        if self.agree is None:
+            return self.kernel.apply(x, packed, dispatch, self.out_features)
+        return self.kernel.apply_divided(x, packed, dispatch, self.out_features, self.agree)
 
     def extra_repr(self) -> str:
         return (

@@ -121,6 +121,9 @@ class GraphsSection(Section):
     """Captured graphs for the denoise step; auto follows the backend."""
     vae: Switch = "auto"
     """Captured graphs for the VAE's tile batch."""
+    memory_gib: Annotated[float, Field(gt=0, le=2**20)] | None = None
+    """Memory of each device that captured calls may hold between them, planned with; null takes what the plan
+    leaves free, at most a quarter of the device's."""
 
 
 class SamplingSection(Section):
@@ -160,6 +163,9 @@ class Recipe(Section):
     """Pictures decoded in overlapping tiles: less memory, and work for several devices, but faint borders
     where a model was not trained on tiles. auto does what the model's publishers do."""
     sampling: SamplingSection = SamplingSection()
+    batch: Annotated[int, Field(ge=1, le=64)] = 1
+    """Most pictures of one shape that are denoised side by side, of one request or of several that wait; only
+    where a drawing on random numbers shows that no bit of any changes. 1 = one at a time."""
     prompt_cache_mib: Annotated[int, Field(ge=0, le=65_536)] = 64
     """Host memory for text states of earlier prompts, which are then not encoded again; 0 keeps none. Bench
     keeps none unless this is given."""
@@ -179,7 +185,7 @@ class Recipe(Section):
     def digest(self) -> str:
         """sha256 over what decides the picture and its cost: neither words for people nor figures."""
         words: Any = {"description": True, "measured": True, "reference": True, "device": {"name": True}}
-        words |= {"cache": True, "prompt_cache_mib": True, "rank_timeout_seconds": True}
+        words |= {"cache": True, "batch": True, "prompt_cache_mib": True, "rank_timeout_seconds": True}
         content = self.model_dump(mode="json", exclude=words)
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

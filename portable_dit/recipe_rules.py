@@ -5,14 +5,14 @@ Each function adds what it finds to `Findings`: problems refuse the recipe, note
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from portable_dit.capabilities import Capabilities
 from portable_dit.errors import near
 from portable_dit.footprint import Offload
 from portable_dit.layout import Layout
-from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload, matches
+from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload, input_spans, matches
 from portable_dit.recipe import Recipe
 from portable_dit.request import size_problem
 
@@ -182,6 +182,21 @@ def check_offload(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, f
     return offload
 
 
+def check_batch(recipe: Recipe, spec: ModelSpec, formats: Mapping[str, str | None], found: Findings) -> None:
+    """Whether one drawing on random numbers can show that pictures do not depend on their mates."""
+    asked, format = recipe.batch, formats["dit"]
+    if asked > 1 and spec.num_experts:
+        found.problems.append(
+            f"batch={asked}: {spec.id} is a mixture of experts, and how many rows an expert takes depends on "
+            "all pictures of a batch, so it cannot be shown that they stay as they are alone. Leave it out."
+        )
+    if asked > 1 and format is not None and input_spans(format)[0] and not format.endswith("_weight_only"):
+        found.problems.append(
+            f"batch={asked}: quantization.dit={format} has one scale for all rows of an input, so a picture "
+            "would depend on its mates. Say quantization.dit=fp8_row, or leave batch out."
+        )
+
+
 def choose_graphs(
     recipe: Recipe, layout: Layout, offload: Offload, capabilities: Capabilities, found: Findings
 ) -> dict[str, bool]:
@@ -191,10 +206,9 @@ def choose_graphs(
     exchanges between devices, those are captured too.
     """
     limits, graphs = capabilities.graphs, {}
-    exchanges = layout.tensor * layout.ulysses * layout.ring * layout.expert > 1
     for name, asked in (("dit", recipe.graphs.dit), ("vae", recipe.graphs.vae)):
         moved = offload.of(name) != "none"
-        apart = name == "dit" and exchanges and not limits.collectives
+        apart = name == "dit" and layout.exchanges_in_blocks and not limits.collectives
         usable = limits.supported and not moved and not apart
         graphs[name] = usable and (limits.default_on if asked == "auto" else asked)
         if asked is True and not limits.supported:
@@ -212,6 +226,9 @@ def choose_graphs(
                 f"graphs.{name}=true: {capabilities.device.name} captures no exchanges between devices, and "
                 "this layout has them inside the blocks. Say graphs.dit=auto."
             )
+    if recipe.graphs.memory_gib is not None and not any(graphs.values()):
+        text = f"graphs.memory_gib={recipe.graphs.memory_gib:g} is for nothing: no call is captured"
+        found.note("graphs_memory", text)
     if any(graphs.values()) and limits.failure_is_fatal:
         found.note("graphs", "graphs: a failed capture ends the process on this device")
     return graphs

@@ -98,6 +98,14 @@ class ResolvedRequest:
     format: str | None
     notes: tuple[str, ...]
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What requests have in common that may be denoised side by side; how many rows their prompts take
+        must be the same too, which the text encoder says.
+        """
+        sizes = tuple(reference.size for reference in self.references)
+        return self.width, self.height, self.steps, self.guidance_scale, self.guidance_rescale, sizes
+
     def without_pixels(self) -> ResolvedRequest:
         """The same to plan with: references keep their sizes and are black at no cost of memory."""
         black = np.zeros((), np.uint8)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from portable_dit.errors import OutputError
+from portable_dit.errors import OutputError, PortableDitError
 from portable_dit.image import Pixels, encode, format_of, write_atomically
 from portable_dit.paths import kind_of
 
@@ -23,7 +23,9 @@ class Picture:
     """One picture. pixels: uint8 RGB [H, W, 3].
 
     record: what is written into its file. seconds: by stage. step_seconds: of each denoise step. encoded: the
-    file's bytes by format, for the format that the request named.
+    file's bytes by format, for the format that the request named. batch: how many pictures were denoised side
+    by side, this one among them, whose time and steps are those of all. wanted: how many would have been if
+    no bit of any changed by it.
     """
 
     pixels: Pixels = field(repr=False)
@@ -32,6 +34,8 @@ class Picture:
     seconds: Mapping[str, float]
     step_seconds: tuple[float, ...]
     encoded: Mapping[str, bytes] = field(repr=False)
+    batch: int = 1
+    wanted: int = 1
 
     @property
     def width(self) -> int:
@@ -68,9 +72,10 @@ class SavedImage:
 class Result:
     """All pictures of a request, and what they took.
 
-    seconds: by stage, all pictures together; "total" is the wall time, in which encoding overlaps with
-    drawing. peak_bytes: the device's highest use so far, None when it does not say. kernels: by component and
-    op. changes: those of the notes that tell of a wish met in another way than it was written.
+    seconds: by stage, all pictures together, of which those that were denoised side by side count once;
+    "total" is the wall time, in which encoding overlaps with drawing. peak_bytes: the device's highest use so
+    far, None when it does not say. kernels: by component and op. changes: those of the notes that tell of a
+    wish met in another way than it was written.
     """
 
     images: tuple[Picture, ...]
@@ -88,6 +93,9 @@ class Result:
         return tuple(
             image.save(target, format=format) for image, target in zip(self.images, targets, strict=True)
         )
+
+
+Outcome = Result | PortableDitError  # of a request: its pictures, or why there are none
 
 
 def numbered(path: Path, count: int) -> tuple[Path, ...]:
@@ -156,7 +164,7 @@ class Drawn:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """Everything is done."""
+    """Everything of the request is done."""
 
     result: Result
 

@@ -14,16 +14,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-LARGEST = 256  # channels that are rotated together; more spreads further and costs more
-
-
-def rotated_together(channels: int) -> int:
-    """How many neighbours of so many channels: the largest power of four up to 256 that divides them."""
-    size = 1
-    while size < LARGEST and channels % (4 * size) == 0:
-        size *= 4
-    return size
-
 
 def rotate(x: Tensor, size: int) -> Tensor:
     """x float32 [M, K], every `size` neighbouring channels rotated together. Its own inverse.

@@ -8,18 +8,18 @@ Letters: B batch, C latent channels, h w latent cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from portable_dit.errors import CancelledError
-
 if TYPE_CHECKING:
     from portable_dit.models.spec import Denoiser, Schedule
 
 BlockRunner = Callable[[Sequence[Callable[..., Tensor]], Tensor, tuple[Any, ...]], Tensor]
+Embedded = tuple[Tensor, tuple[Any, ...]]  # what `Denoiser.embed` gives
+PicturesRunner = Callable[[Sequence["Denoiser"], Sequence[Embedded]], list[Tensor]]
 
 
 def draw_noise(shape: Sequence[int], seed: int) -> Tensor:
@@ -66,35 +66,38 @@ def euler_step(latents: Tensor, velocity: Tensor, *, time: float, sigma: float, 
 
 
 def denoise(
-    denoiser: Denoiser,
-    latents: Tensor,
+    denoisers: Sequence[Denoiser],
+    noises: Sequence[Tensor],
     schedule: Schedule,
     *,
-    on_step: Callable[[int, Tensor], None] | None = None,
-    cancelled: Callable[[], bool] | None = None,
-    run: BlockRunner | None = None,
+    on_step: Callable[[int, Mapping[int, Tensor]], None] | None = None,
+    leaves: Callable[[int], bool] | None = None,
+    run: PicturesRunner | None = None,
     combine: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Noise float32 [B, C, h, w] -> clean latents of the same shape.
+) -> dict[int, Tensor]:
+    """Noise float32 [1, C, h, w] of each picture -> its clean latents, by its place among them.
 
-    on_step: told the number of steps done and the latents after each. cancelled: asked before each step; when
-    it says yes, CancelledError is raised and nothing of the request is kept. run: how the blocks are called;
-    None = `run_blocks`. combine: how the velocities of the guidance branches [branches, C, h, w] become one;
-    None = there is one branch.
+    on_step: told the number of steps done and the latents after each, by place. leaves: asked before each
+    step, of each place; a picture of which it says yes is not drawn further and not in the result. run: how
+    the blocks are called; None = `run_each`. combine: how the velocities of a picture's guidance branches
+    [branches, C, h, w] become one; None = there is one branch.
     """
+    latents = dict(enumerate(noises))
     for step, time in enumerate(schedule.times):
-        if cancelled is not None and cancelled():
-            raise CancelledError(f"cancelled after {step} of {schedule.steps} steps.")
-        velocity = predict(denoiser, latents, step, run or run_blocks)
-        if combine is not None:
-            velocity = combine(velocity)
-        latents = euler_step(
-            latents,
-            velocity,
-            time=time,
-            sigma=schedule.sigmas[step],
-            sigma_next=schedule.sigmas[step + 1],
+        latents = {place: x for place, x in latents.items() if leaves is None or not leaves(place)}
+        if not latents:
+            break
+        velocities = predict(
+            [denoisers[place] for place in latents], list(latents.values()), step, run or run_each
         )
+        for place, velocity in zip(list(latents), velocities, strict=True):
+            latents[place] = euler_step(
+                latents[place],
+                velocity if combine is None else combine(velocity),
+                time=time,
+                sigma=schedule.sigmas[step],
+                sigma_next=schedule.sigmas[step + 1],
+            )
         if on_step is not None:
             on_step(step + 1, latents)
     return latents
@@ -124,10 +127,39 @@ def run_blocks(blocks: Sequence[Callable[..., Tensor]], hidden: Tensor, argument
     return hidden
 
 
-def predict(denoiser: Denoiser, latents: Tensor, step: int, run: BlockRunner = run_blocks) -> Tensor:
-    """One evaluation: the velocity in the shape of the latents, float32."""
-    hidden, arguments = denoiser.embed(latents, step)
-    return denoiser.head(run(denoiser.blocks, hidden, arguments), step)
+def run_each(
+    denoisers: Sequence[Denoiser], embedded: Sequence[Embedded], run: BlockRunner = run_blocks
+) -> list[Tensor]:
+    """Hidden rows [B, S, C] of each picture through the blocks, one picture after the other."""
+    return [run(denoiser.blocks, *rows) for denoiser, rows in zip(denoisers, embedded, strict=True)]
+
+
+def run_together(
+    denoisers: Sequence[Denoiser], embedded: Sequence[Embedded], run: BlockRunner = run_blocks
+) -> list[Tensor]:
+    """Hidden rows [B, S, C] of each picture through the blocks, side by side in one batch.
+
+    Each gets memory of its own again, as it has alone, since libraries choose kernels by where numbers lie.
+    """
+    lengths = [hidden.shape[0] for hidden, _ in embedded]
+    arguments = denoisers[0].join([own for _, own in embedded])
+    out = run(denoisers[0].blocks, torch.cat([hidden for hidden, _ in embedded]), arguments)
+    return [part.clone() for part in torch.split(out, lengths)]
+
+
+def predict(
+    denoisers: Sequence[Denoiser],
+    latents: Sequence[Tensor],
+    step: int,
+    run: PicturesRunner = run_each,
+) -> list[Tensor]:
+    """One evaluation of each picture: its velocity in the shape of its latents, float32.
+
+    All but the blocks is done for each alone.
+    """
+    embedded = [denoiser.embed(x, step) for denoiser, x in zip(denoisers, latents, strict=True)]
+    hidden = run(denoisers, embedded)
+    return [denoiser.head(rows, step) for denoiser, rows in zip(denoisers, hidden, strict=True)]
 
 
 def _float32(value: float) -> Tensor:

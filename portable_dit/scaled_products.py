@@ -1,8 +1,8 @@
 """Linear layers on 8-bit matrix units through torch's own scaled products, for the backends that have them.
 
 Weights keep the canonical order [N, K]; a product wants the second matrix column-major, which is a view of
-it. Inputs are quantised on the way in by `quantize_input`, which a vendor may replace with a faster one that
-gives the same numbers.
+it. Inputs are quantised on the way in by `quantize_input`, and by `quantize_divided` where devices share a
+row. A vendor may replace either with a faster one that gives the same numbers.
 
 Letters: M rows, N out features, K in features.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from portable_dit.backend import LinearKernel, Packed
 from portable_dit.capabilities import Capabilities, LinearRequest, Reject
-from portable_dit.formats import Encoded, quantize_blocks
+from portable_dit.formats import Agree, Encoded, largest_of_blocks, quantize_blocks, round_blocks
 
 INT8_ROWS = 32  # torch._int_mm wants more than 16 rows
 
@@ -24,6 +24,7 @@ class MatrixUnitLinear(LinearKernel):
     """What the native kernels share. multiple: of K and N, which the matrix units ask for."""
 
     quantizes_input = True
+    agrees = True
     dtypes: frozenset[str] = frozenset({"bfloat16"})
     multiple: tuple[int, int] = (16, 16)
 
@@ -52,10 +53,30 @@ class MatrixUnitLinear(LinearKernel):
         values, scales = self.quantize_input(x)
         return self.apply_quantized(values, scales, packed, bias, x.dtype)
 
+    def apply_divided(self, x: Tensor, packed: Packed, bias: Tensor | None, agree: Agree) -> Tensor:
+        values, scales = self.quantize_divided(x, agree)
+        return self.apply_quantized(values, scales, packed, bias, x.dtype)
+
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] as values [M, K] and scales in the layout that `apply_quantized` takes."""
+        """x [M, K] as values and scales the way `apply_quantized` takes them."""
         assert self.format.activations is not None
-        return quantize_blocks(x.float(), self.format, self.format.activations)
+        return self.arrange(*quantize_blocks(x.float(), self.format, self.format.activations))
+
+    def quantize_divided(self, x: Tensor, agree: Agree) -> tuple[Tensor, Tensor]:
+        """`quantize_input` for a part of an input that is divided over devices; agree: see `apply_divided`.
+
+        For formats whose scales go beyond a part; blocks that end inside it need nobody else.
+        """
+        form, block = self.format, self.format.activations
+        assert block is not None
+        if form.rotated:
+            return self.arrange(*quantize_blocks(x.float(), form, block, agree=agree))
+        # No copy in float32: a largest magnitude is exact in any dtype, and the quotient is float32.
+        return self.arrange(*round_blocks(x, form, block, agree(largest_of_blocks(x, form))))
+
+    def arrange(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Canonical values [M, K] and scales [M / rows, K / columns] the way `apply_quantized` takes them."""
+        return values, scales
 
     def apply_quantized(
         self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
@@ -128,8 +149,7 @@ class ScaledTensorLinear(ScaledLinear):
         first = {**packed, "scales": packed["scales"].narrow(0, 0, 1)}
         return super().apply_quantized(values, scales, first, bias, dtype)
 
-    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scales = super().quantize_input(x)
+    def arrange(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         return values, scales.reshape(1)
 
 

@@ -16,9 +16,10 @@ from itertools import product
 from portable_dit.capabilities import Capabilities
 from portable_dit.errors import RecipeError
 from portable_dit.footprint import Offload, measure_footprint
+from portable_dit.kernel_choice import quantizes_likely
 from portable_dit.layout import Layout, layout_problems, split_shape
 from portable_dit.models.spec import DTYPE_BYTES, ModelSpec, Numbers, Workload
-from portable_dit.traffic import bytes_sent_in_a_step
+from portable_dit.traffic import KINDS, agreements, bytes_sent_in_a_step, sums_in_a_block
 
 EXCHANGE_SECONDS = 15e-6  # until an exchange moves its first byte; assumed
 # Values that a block reads and writes between its products, for each row and unit of width.
@@ -200,14 +201,17 @@ def _exchange_seconds(
     branches: int,
     reached: Reached,
 ) -> float:
-    sent = sum(bytes_sent_in_a_step(spec, workload, layout, held.dtype, branches=branches).values())
+    kinds = KINDS if quantizes_likely(held, capabilities) else ()
+    by_kind = bytes_sent_in_a_step(spec, workload, layout, held, branches=branches, quantizing=kinds)
+    sent = sum(by_kind.values())
     if not sent:
         return 0.0
-    sums = sum(split.component == "dit" and split.along == "in" for split in spec.tensor_plan)
+    sums = sums_in_a_block(spec)
     calls = (
         spec.num_blocks * (4 * (layout.ulysses > 1) + (layout.ring - 1) + sums * (layout.tensor > 1))
         + (layout.ulysses * layout.ring > 1)
         + (layout.guidance > 1)
+        + sum(agreement.count for agreement in agreements(spec, layout, held, kinds, 1))
     )
     assert capabilities.link_bandwidth is not None
     return sent / (capabilities.link_bandwidth * reached.link) + calls * EXCHANGE_SECONDS
@@ -235,11 +239,11 @@ def _text_seconds(
 
 def _product_rate(capabilities: Capabilities, held: Numbers, reached: Reached) -> float:
     """Operations per second of a component's matrix products; weight-only formats compute in the dtype."""
-    format = held.format
-    if format is None or format.endswith("_weight_only") or not capabilities.multiplies(format):
+    if not quantizes_likely(held, capabilities):
         return _rate(capabilities, held.dtype) * reached.products
-    same = ("fp8_row", "fp8_tensor", "fp8_block128", "mxfp8")
-    known = [capabilities.compute[name] for name in (format, *same) if name in capabilities.compute]
+    assert held.format is not None
+    same = (held.format, "fp8_row", "fp8_tensor", "fp8_block128", "mxfp8")
+    known = [capabilities.compute[name] for name in same if name in capabilities.compute]
     return known[0] * 1e12 * reached.eight_bits
 
 

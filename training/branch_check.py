@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from portable_dit.masks import NO_MASK
 from portable_dit.models.h3_image.dit import ATTENTION_CHUNK, MLP_CHUNK
 from portable_dit.models.h3_image.model import H3Denoiser, H3Image
 from portable_dit.ops import Modulation
-from portable_dit.sampling import denoise, draw_noise
+from portable_dit.sampling import denoise, draw_noise, run_each
 from training.paint import paint_cases
 from training.shipped import FIGURES, weights_digest
 
@@ -114,7 +115,13 @@ def trace(model: H3Image, wish: Wish, steps: Sequence[int] = STEPS) -> Trace:
         blocks[step] = tuple(traces)
         return hidden
 
-    denoise(prepare(model, wish), noise, schedule, on_step=lambda done, x: seen.append(x.clone()), run=run)
+    denoise(
+        [prepare(model, wish)],
+        [noise],
+        schedule,
+        on_step=lambda done, latents: seen.append(latents[0].clone()),
+        run=partial(run_each, run=run),
+    )
     return Trace(wish, latents, blocks)
 
 

@@ -1,56 +1,59 @@
-"""What drawing two pictures as a batch of two would gain, and whether they stay what they are alone.
+"""What drawing pictures side by side gains through the engine, and whether they stay what they are alone.
 
-    python docs/benchmarks/batch.py --threads 1 2
+    OMP_NUM_THREADS=1 python docs/benchmarks/batch.py --pictures 2 4
 
-One prompt, two seeds, one size: the best case of two requests that could share a batch, since other prompts
-have other numbers of tokens. The denoise loop runs once over both and once over each, in turn; the VAE
-decodes each alone in both. Medians; pictures are compared pixel by pixel.
+One request of so many images, and as many requests of one image, in turn, on one engine: the same seeds, so
+files must be equal. Requests are drawn until the engine knows whether it may put them side by side; how many
+that were is in the last column. Ratios of medians; above 1 is faster side by side. "whole" is the wall time
+of a request, with the VAE and the files.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from portable_dit.engine import Engine
-from portable_dit.models.spec import Model
-from portable_dit.pixels import to_pixels
+from portable_dit import Engine, Request, Result
 from portable_dit.request import parse_size
-from portable_dit.sampling import denoise
-from portable_dit.tiles import run_tiles
-from portable_dit.workers.inline import ThisProcess
 
-SEEDS = 0, 1
+PROMPT = "a red apple on a blue background"
+UNDECIDED = "comparisons are done"
 
 
-def measure(model: Model, width: int, height: int, rounds: int) -> tuple[float, float, float, list[Tensor]]:
-    """(seconds of the batch, of both alone, of both decodes, pictures of the batch and alone)."""
-    schedule = model.schedule(6)
-    prompt = model.encode_prompt("a red apple on a blue background", (), None)
-    noises = [model.noise(width, height, (), seed) for seed in SEEDS]
+@dataclass(frozen=True)
+class Row:
+    """denoise, whole: of one at a time, over that of side by side. before: requests until it was known."""
 
-    def drawn(noise: Tensor) -> Tensor:
-        denoiser = model.prepare(prompt, (), width, height, schedule, 0, tile_batch=1, guidance=None)
-        return denoise(denoiser, noise, schedule)
+    together: bool
+    denoise: float
+    whole: float
+    equal: bool
+    before: int
 
-    together, alone, decoding = [], [], []
-    for _ in range(rounds + 1):
-        begin = time.perf_counter()
-        batch = drawn(torch.cat(noises))
-        middle = time.perf_counter()
-        singles = [drawn(noise) for noise in noises]
-        end = time.perf_counter()
-        latents = [*batch.split(1), *singles]
-        pictures = [to_pixels(model.decode(one, run=run_tiles, tile_batch=1)) for one in latents]
-        together.append(middle - begin)
-        alone.append(end - middle)
-        decoding.append((time.perf_counter() - end) / 2)
-    first, second, third = (statistics.median(times[1:]) for times in (together, alone, decoding))
-    return first, second, third, pictures
+
+def measure(engine: Engine, size: tuple[int, int], pictures: int, rounds: int) -> Row:
+    """One row: `rounds` of both ways in turn, once the engine knows which way it may go."""
+    whole = Request(PROMPT, size=size, images=pictures, format="png")
+    single = [Request(PROMPT, size=size, seed=seed, format="png") for seed in range(pictures)]
+    before = 0
+    while any(UNDECIDED in note for note in engine.generate(whole).notes):
+        before += 1
+    batches: list[Result] = []
+    singles: list[list[Result]] = []
+    for _ in range(rounds):
+        batches.append(engine.generate(whole))
+        singles.append([engine.generate(one) for one in single])
+    equal = [image.data() for image in batches[-1].images] == [one.images[0].data() for one in singles[-1]]
+
+    def ratio(stage: str) -> float:
+        apart = statistics.median(sum(one.seconds[stage] for one in some) for some in singles)
+        return apart / statistics.median(batch.seconds[stage] for batch in batches)
+
+    together = batches[-1].images[0].batch == pictures
+    return Row(together, ratio("denoise"), ratio("total"), equal, before)
 
 
 def main() -> None:
@@ -58,28 +61,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--recipe", default="cpu/h3-mini")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--sizes", nargs="+", default=["256x256", "384x384", "512x512"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1])
+    parser.add_argument("--pictures", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
-    print(
-        "| threads | size | denoise, batch | denoise, one by one | faster | whole pictures | pixels equal |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for threads in arguments.threads:
-        torch.set_num_threads(threads)
-        with Engine.load(arguments.recipe) as engine, torch.inference_mode():
-            assert isinstance(engine.workers, ThisProcess)
-            assert engine.workers.loaded is not None
-            model = engine.workers.loaded.model
+    overrides = dict(change.split("=", 1) for change in arguments.set)
+    print("| threads | size | pictures | side by side | denoise | whole | files equal | requests before |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for pictures in arguments.pictures:
+        with Engine.load(arguments.recipe, {**overrides, "batch": pictures}) as engine:
             for size in arguments.sizes:
-                batch, alone, decoding, pictures = measure(model, *parse_size(size), arguments.rounds)
-                equal = [torch.equal(pictures[k], pictures[k + 2]) for k in range(2)]
-                print(
-                    f"| {threads} | {size} | {batch * 1e3:.0f} ms | {alone * 1e3:.0f} ms | "
-                    f"{alone / batch:.2f} | {(alone + decoding) / (batch + decoding):.2f} | {all(equal)} |",
-                    flush=True,
-                )
+                row = measure(engine, parse_size(size), pictures, arguments.rounds)
+                gains = f"{row.denoise:.2f} | {row.whole:.2f} | {row.equal} | {row.before}"
+                threads = torch.get_num_threads()
+                print(f"| {threads} | {size} | {pictures} | {row.together} | {gains} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from portable_dit import Request
 from portable_dit.catalog import load_recipe
-from portable_dit.drawing import Drawing
+from portable_dit.errors import PortableDitError
 from portable_dit.formats import QuantizedRows, quantize_blocks
 from portable_dit.loaded import LoadedModel
 from portable_dit.loading import Setup, load_model, set_up
@@ -43,6 +43,7 @@ from portable_dit.ops import Dispatch, KeyValues, Rotary
 from portable_dit.quantize import QuantizedExpertLinear, QuantizedLinear
 from portable_dit.result import Result
 from portable_dit.safetensors_file import ITEM_BYTES, TensorFileWriter
+from portable_dit.stages import draw_all
 
 RECIPE = "nvidia/h200/hunyuan-image-3-1x-fp8"
 PROMPT = "a lighthouse on a cliff at dusk, waves below, oil on canvas"
@@ -65,7 +66,12 @@ class Bench:
 
     def draw(self, request: Request) -> Result:
         resolved = self.setup.resolve(replace(request, format="png"))
-        return Drawing(self.setup, self.loaded, resolved, lambda event: None, lambda: False, False).run()
+        (drawn,) = draw_all(
+            self.setup, self.loaded, [resolved], lambda place, event: None, lambda place: False, [False]
+        )
+        if isinstance(drawn, PortableDitError):
+            raise drawn
+        return drawn
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Median seconds of a call, device work included."""

@@ -191,6 +191,8 @@ def _bytes_table(plan: Plan) -> Any:
     for name, size in sizes.components.items():
         table.add_row(name, _gib(size.weights), _gib(size.activations), _gib(sizes.stages[name]))
     table.add_row("peak", "", "", _gib(sizes.peak), style="bold")
+    if sizes.graphs:
+        table.add_row("graphs, at most", "", "", _gib(sizes.graphs))
     if not sizes.shared:
         table.add_row("host", _gib(sizes.host), f"{_gib(sizes.pinned)} pinned", "")
     for kind, sent in plan.traffic.items():

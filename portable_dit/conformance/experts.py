@@ -233,8 +233,34 @@ def _combined(x: Tensor, places: Tensor, shares: Tensor) -> Tensor:
     return torch.einsum("rk,rkn->rn", shares.double(), x.double()[places])
 
 
+def _to_deal(case: ExpertCase, dtype: torch.dtype) -> tuple[Tensor, int, int, int]:
+    """Three choices for each row; all experts are here, or with `picked` the second and third."""
+    count = len(case.counts)
+    generator = torch.Generator().manual_seed(3)
+    index = torch.randint(0, count, (sum(case.counts), 3), generator=generator)
+    return (index, 1, 2, count) if case.picked else (index, 0, count, count)
+
+
+def _dealt(index: Tensor, first: int, held: int, num_experts: int) -> Tensor:
+    owners = [
+        expert - first if first <= expert < first + held else held for expert in index.flatten().tolist()
+    ]
+    order = sorted(range(len(owners)), key=lambda choice: owners[choice])
+    rows = [choice // index.shape[1] for choice in order]
+    ends = [sum(owner <= expert for owner in owners) for expert in range(held)]
+    places = sorted(range(len(order)), key=lambda place: order[place])
+    return torch.tensor([*rows, *ends, *places], dtype=torch.float64)
+
+
+def _in_a_row(dealt: tuple[Dispatch, Tensor]) -> Tensor:
+    dispatch, places = dealt
+    assert dispatch.rows is not None
+    return torch.cat([dispatch.rows, dispatch.ends, places.flatten()]).float()
+
+
 SEAMS: Mapping[str, ExpertSeam] = {
     "route": ExpertSeam(_to_route, ops.route, _routed, _of_all),
+    "deal": ExpertSeam(_to_deal, ops.deal, _dealt, _in_a_row),
     "expert_linear": ExpertSeam(_to_multiply, ops.expert_linear, oracle),
     "combine_experts": ExpertSeam(_to_combine, ops.combine_experts, _combined),
 }

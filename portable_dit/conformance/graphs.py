@@ -102,14 +102,22 @@ def _in_turn_trouble(backend: Backend, device: Device, max_live: int | None) -> 
 
 
 def _release_trouble(backend: Backend, device: Device) -> str | None:
-    """Captures of 32 MiB each, made and let go, must not pile up."""
+    """Captures of 32 MiB each, made and let go, must not pile up; nor in `graph_bytes`, where it counts."""
 
     def large(x: Tensor) -> Tensor:
         return (x * 2).exp() + x
 
     inputs = [torch.zeros(8 << 20, device=device.torch_device)]  # 32 MiB
+    at_rest = backend.graph_bytes(device)
     for _ in range(2):
-        _captured(backend, large, inputs)(*inputs)
+        call = _captured(backend, large, inputs)
+        call(*inputs)
+        told = backend.graph_bytes(device) - at_rest
+        del call
+        if 0 < told < inputs[0].nbytes:
+            return f"graph_bytes says {told} of a graph whose input alone has {inputs[0].nbytes}"
+        if backend.graph_bytes(device) > at_rest:
+            return "graph_bytes counts a graph that nobody holds any more"
     backend.trim(device)
     before = backend.memory(device)
     for _ in range(4):

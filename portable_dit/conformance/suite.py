@@ -23,6 +23,7 @@ from portable_dit.backend import PLAIN, AttentionKernel, Backend, ExpertKernel, 
 from portable_dit.capabilities import AttentionRequest, Capabilities, Device, Reject
 from portable_dit.conformance.attention import check_attention, check_log_sum_exp
 from portable_dit.conformance.collectives import check_collectives
+from portable_dit.conformance.divided import check_divided
 from portable_dit.conformance.experts import check_expert_seams, check_experts
 from portable_dit.conformance.fused import SEAMS, check_fused, check_producers
 from portable_dit.conformance.graphs import check_graphs
@@ -174,6 +175,7 @@ def _linear(trial: Trial) -> list[Outcome]:
             assert isinstance(kernel, LinearKernel)
             for dtype in trial.dtypes if trial.tries(kernel.id) else ():
                 found += check_linear(kernel, backend, device, capabilities, dtype, repeats=trial.repeats)
+                found += check_divided(kernel, device, capabilities, dtype)
     return found
 
 
@@ -184,8 +186,10 @@ def _experts(trial: Trial) -> list[Outcome]:
         assert isinstance(kernel, ExpertKernel)
         for dtype in trial.dtypes if trial.tries(kernel.id) else ():
             found += check_experts(kernel, backend, device, capabilities, dtype, repeats=trial.repeats)
+            found += check_divided(kernel, device, capabilities, dtype)
     seams: Mapping[str, Callable[..., Any]] = {
         "route": ops.route,
+        "deal": ops.deal,
         "expert_linear": ops.expert_linear,
         "combine_experts": ops.combine_experts,
     }

@@ -41,6 +41,23 @@ FORMAT_SCALES = {
 }
 
 
+ROTATED_TOGETHER = 256  # channels of a rotated format; more spreads further and costs more
+
+
+def rotated_together(channels: int) -> int:
+    """How many neighbours of so many channels: the largest power of four up to 256 that divides them."""
+    size = 1
+    while size < ROTATED_TOGETHER and channels % (4 * size) == 0:
+        size *= 4
+    return size
+
+
+def input_spans(format: str) -> tuple[bool, bool]:
+    """Whether a scale of a quantised input spans all rows, and all columns: as one of the weight does."""
+    _, rows, columns = FORMAT_SCALES[format]
+    return rows == 0, columns == 0
+
+
 def linear_bytes(format: str, out_features: int, in_features: int) -> int:
     """Bytes of one weight [out_features, in_features] in a dtype or in a quantised format with its scales."""
     if format in DTYPE_BYTES:
@@ -84,7 +101,8 @@ class TensorSplit:
     pattern: as in `LinearGroup`. along: "out" gives each device a share of the out features, "in" a share of
     the in features, whose results are summed over the devices. parts: out features of what is fused in the
     layer (queries, keys and values; the halves of a gate), each of which is divided on its own; empty = one.
-    experts: the layers of that many experts, each divided alike.
+    experts: the layers of that many experts, each divided alike. sum_at: the module whose result is summed in
+    place of the layer's own, since it adds up several such results; empty = the layer.
     """
 
     component: str
@@ -92,6 +110,7 @@ class TensorSplit:
     along: Literal["out", "in"]
     parts: tuple[int, ...] = ()
     experts: int = 0
+    sum_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +118,8 @@ class Workload:
     """One request as the plan sees it.
 
     reference_sizes: (width, height) after the model's own rule. tile_batch: most tiles that the VAE takes at
-    once, 0 = the picture whole; a plan lowers it where they would not fit.
+    once, 0 = the picture whole; batch: most pictures that the DiT takes at once. A plan lowers both where
+    they would not fit.
     """
 
     width: int
@@ -108,6 +128,7 @@ class Workload:
     reference_sizes: tuple[tuple[int, int], ...] = ()
     images: int = 1
     tile_batch: int = TILE_BATCH
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -264,6 +285,13 @@ class Denoiser(Protocol):
         """The blocks' arguments for one part of the rows, when parts of these lengths share them.
 
         What belongs to a row is cut; the mask becomes a `masks.Part` of the whole one.
+        """
+        ...
+
+    def join(self, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The blocks' arguments for the rows of several pictures side by side in the batch.
+
+        arguments: those of each picture, all of the same shapes and masks.
         """
         ...
 

@@ -93,6 +93,16 @@ class Mesh:
             return wish
         return bool(self._host.broadcast(torch.tensor([wish], dtype=torch.int32)).item())
 
+    def all_in_blocks(self, wish: bool, device: str) -> bool:
+        """Whether all ranks that run the blocks of one guidance branch together say yes.
+
+        Other branches have prompts of other lengths, and are not asked. device: where the ranks exchange.
+        """
+        no = torch.tensor([not wish], dtype=torch.int32, device=device)
+        for name in ("tensor", "sequence"):
+            self.group(name).largest(no)
+        return not no.item()
+
     def all(self, wish: bool) -> bool:
         """Whether all ranks say yes."""
         if self._host.size == 1:

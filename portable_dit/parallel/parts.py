@@ -2,6 +2,7 @@
 
 shrink     on the meta device, before layers are quantised
 shares     which part of each stored tensor is read
+agree      before kernels are bound: whose inputs are rounded together
 connect    after kernels are bound: the exchanges between ranks
 """
 
@@ -17,7 +18,13 @@ from portable_dit.ops import ExpertLinear
 from portable_dit.parallel.collectives import Group
 from portable_dit.parallel.mesh import Mesh
 from portable_dit.parallel.sequence import AttendWithLse, parallelize_sequence
-from portable_dit.parallel.tensor import shares_of, shrink, sum_results
+from portable_dit.parallel.tensor import (
+    share_input_scales,
+    share_scales_of_rows,
+    shares_of,
+    shrink,
+    sum_results,
+)
 from portable_dit.quantize import QuantizedExpertLinear, QuantizedLinear, expert_names
 from portable_dit.shares import Share
 
@@ -75,6 +82,15 @@ class Parts:
     def all_have(self, found: bool) -> bool:
         """Whether all ranks say yes: what only some have would leave the others waiting for an exchange."""
         return self._mesh.all(found)
+
+    def agree(self, name: str, module: nn.Module, blocks: nn.Module) -> None:
+        """Has quantised layers ask the ranks that hold the rest of their input; blocks: as in `connect`."""
+        group, sequence = self._group(name), self._mesh.group("sequence")
+        if group is not None:
+            alike = self._mesh.group("experts_alike")
+            share_input_scales(module, self._of(name), group, experts_alike=alike)
+        if name == "dit" and sequence.size > 1:
+            share_scales_of_rows(blocks, sequence)
 
     def connect(
         self, name: str, module: nn.Module, blocks: nn.Module, attend_with_lse: AttendWithLse | None

@@ -5,7 +5,8 @@ own heads or its own part of the feed-forward; the second along its in features,
 summed. Experts of a mixture are dealt out whole, or divided like other layers, or both.
 
 `shrink` makes the layers smaller on the meta device, `shares_of` says which part of the checkpoint goes into
-them, and `sum_results` adds the sums, after the layers have become what they stay.
+them, `share_input_scales` has ranks round their parts of a row as the whole would be, and `sum_results` adds
+the sums, after the layers have become what they stay.
 
 Letters: N out features, K in features.
 """
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_dit.formats import WHOLE, format_named
+from portable_dit.formats import WHOLE, Agree, format_named
 from portable_dit.models.spec import TensorSplit
-from portable_dit.ops import ExpertLinear, Experts
+from portable_dit.ops import ExpertLinear
 from portable_dit.parallel.collectives import Group
 from portable_dit.quantize import QuantizedExpertLinear, QuantizedLinear, expert_names
 from portable_dit.shares import Share
@@ -92,8 +93,48 @@ def shares_of(
     return shares
 
 
+def share_input_scales(
+    module: nn.Module,
+    splits: Sequence[TensorSplit],
+    group: Group,
+    *,
+    experts_alike: Group,
+) -> None:
+    """Has ranks agree on an input that each quantises a part of, so that its scales are those of one device.
+
+    What they tell each other is one float32 for each row. Blocks that end inside a part need nothing.
+    """
+    for name, split in _layers(module, splits):
+        layer = module.get_submodule(name)
+        sharing = experts_alike if split.experts else group
+        if split.along == "in" and sharing.size > 1 and _input_spans(layer)[1]:
+            _agree_too(layer, sharing.largest)
+
+
+def share_scales_of_rows(blocks: nn.Module, group: Group) -> None:
+    """Has ranks that hold some of the rows agree where a format has one scale for all of them."""
+    for layer in blocks.modules():
+        if _input_spans(layer)[0]:
+            _agree_too(layer, group.largest)
+
+
+def _agree_too(layer: nn.Module, agree: Agree) -> None:
+    """Lets a quantised layer ask these ranks as well as those that it asks already."""
+    assert isinstance(layer, QuantizedLinear | QuantizedExpertLinear)
+    first = layer.agree
+    layer.agree = agree if first is None else lambda amax: agree(first(amax))
+
+
+def _input_spans(layer: nn.Module) -> tuple[bool, bool]:
+    """Whether a scale of a layer's input spans all rows, and all columns; not where it is not quantised."""
+    if not isinstance(layer, QuantizedLinear | QuantizedExpertLinear) or not layer.kernel.quantizes_input:
+        return False, False
+    rows, columns = layer.kernel.format.activations or (1, 1)
+    return rows == WHOLE, columns == WHOLE
+
+
 def sum_results(module: nn.Module, splits: Sequence[TensorSplit], group: Group) -> None:
-    """Adds the ranks' results of every layer that is divided along its in features, and of every mixture.
+    """Adds the ranks' results of every layer that is divided along its in features, or where the plan says.
 
     Experts that are held elsewhere give nothing, so the sum over all holders is the mixture.
     """
@@ -101,12 +142,10 @@ def sum_results(module: nn.Module, splits: Sequence[TensorSplit], group: Group) 
     def add(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return group.all_reduce(output)
 
-    for name, split in _layers(module, splits):
-        if split.along == "in" and not split.experts:
-            module.get_submodule(name).register_forward_hook(add)
-    for part in module.modules():
-        if isinstance(part, Experts):
-            part.register_forward_hook(add)
+    inward = [(name, split) for name, split in _layers(module, splits) if split.along == "in"]
+    places = (split.sum_at.replace("*", _number(name, split)) or name for name, split in inward)
+    for place in dict.fromkeys(places):
+        module.get_submodule(place).register_forward_hook(add)
 
 
 @dataclass(frozen=True)
@@ -128,10 +167,15 @@ def _layers(module: nn.Module, splits: Sequence[TensorSplit]) -> Iterator[tuple[
     """The names of the divided layers; `*` stands for one number."""
     for name, _ in module.named_modules():
         for split in splits:
-            before, star, after = split.pattern.partition("*")
-            number = name.removeprefix(before).removesuffix(after)
-            if name == (before + number + after if star else before) and (number.isdigit() or not star):
+            number = _number(name, split)
+            if name == split.pattern.replace("*", number) and (number.isdigit() or "*" not in split.pattern):
                 yield name, split
+
+
+def _number(name: str, split: TensorSplit) -> str:
+    """What `*` stands for in a name that the pattern matches."""
+    before, _, after = split.pattern.partition("*")
+    return name.removeprefix(before).removesuffix(after)
 
 
 def _parts(split: TensorSplit, whole: int) -> list[tuple[int, int]]:

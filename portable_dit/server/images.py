@@ -188,7 +188,8 @@ NO_USAGE = {
 def _partial(step: Stepped, preview: bytes, index: int, kind: str) -> bytes:
     name, blobs = f"{kind}.partial_image", Blobs()
     document = _event_facts(name, blobs.marker(preview), "auto")
-    document |= {"output_format": "png", "partial_image_index": index, "step": step.step, "steps": step.steps}
+    document |= {"output_format": "png", "partial_image_index": index, "image": step.image}
+    document |= {"step": step.step, "steps": step.steps}
     return event(name, blobs.dump(document))
 
 

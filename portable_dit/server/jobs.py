@@ -217,9 +217,7 @@ def _document(http: Request, service: Service, job: StoredJob) -> dict[str, Any]
 
 
 def progress_of(service: Service, ticket: Ticket) -> dict[str, Any]:
-    step = ticket.progress
-    total = ticket.request.steps * ticket.request.images
-    done = 0 if step is None else step.image * step.steps + step.step
+    total, done = ticket.request.steps * ticket.request.images, ticket.steps_done
     return {
         "position": service.queue.position(ticket),
         "progress": round(done / total, 4),

@@ -23,13 +23,20 @@ class Load:
 
 
 @dataclass(frozen=True, eq=False)
-class Draw:
-    """Draw this next. preview_steps: after which steps a preview is wanted. quality: of JPEG and WebP."""
+class Order:
+    """A request. preview_steps: after which steps a preview is wanted. quality: of JPEG and WebP."""
 
     id: str
     request: ResolvedRequest
     preview_steps: frozenset[int] = frozenset()
     quality: int = 92
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Draw these next, side by side if they can be."""
+
+    orders: tuple[Order, ...]
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,14 @@ class Loading:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model can draw, so many requests at once. facts: what /server_info tells, JSON-able."""
+    """The model can draw at so many places at once, and side by side at each so many pictures of one shape.
+
+    facts: what /server_info tells, JSON-able.
+    """
 
     seconds: float
     places: int
+    batch: int
     facts: Mapping[str, Any]
 
 
@@ -100,14 +111,14 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Free:
-    """The device has nothing to do, though files of that request may still be in the making."""
+    """A place has nothing to do, though files of these requests may still be in the making."""
 
-    id: str
+    ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PictureFile:
-    """One picture as a file, with the seconds that each of its stages took."""
+    """One picture as a file, with the seconds that each of its stages took. batch, wanted: see `Picture`."""
 
     data: bytes = field(repr=False)
     format: str
@@ -115,6 +126,8 @@ class PictureFile:
     height: int
     seed: int
     seconds: Mapping[str, float]
+    batch: int = 1
+    wanted: int = 1
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from portable_dit.server.messages import PictureFile, Summary
 
 PREFIX = "portable_dit"
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
@@ -26,6 +27,17 @@ class Metrics:
         )
         self.steps = Counter(f"{PREFIX}_steps", "Denoise steps done.", registry=self.registry)
         self.pictures = Counter(f"{PREFIX}_pictures", "Pictures drawn.", registry=self.registry)
+        self._batches = Histogram(
+            f"{PREFIX}_batch_pictures",
+            "Pictures that were denoised side by side, by picture.",
+            buckets=BATCHES,
+            registry=self.registry,
+        )
+        self._apart = Counter(
+            f"{PREFIX}_pictures_kept_apart",
+            "Pictures that were not denoised beside others since that might have changed a bit.",
+            registry=self.registry,
+        )
         self.failures = Counter(
             f"{PREFIX}_failures", "Accepted requests without pictures.", ("code",), registry=self.registry
         )
@@ -39,6 +51,9 @@ class Metrics:
 
     def drawn(self, file: PictureFile) -> None:
         self.pictures.inc()
+        self._batches.observe(file.batch)
+        if file.batch < file.wanted:
+            self._apart.inc()
         for stage, seconds in file.seconds.items():
             self._stages.labels(stage).observe(seconds)
 

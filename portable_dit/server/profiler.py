@@ -4,7 +4,7 @@ The parts are those that every model has (`embed -> blocks -> head`, and the VAE
 customary for diffusion pipelines:
 
     text_encoder.forward    the prompt and its references into text states
-    model.forward           one evaluation of the DiT, from latents to velocity
+    model.forward           one evaluation of the DiT, from latents to velocity; of a batch, for each picture
     patch_embed.forward     its beginning: latents, text and time into hidden rows
     final_layer.forward     its end: hidden rows into velocity
     vae.decode              latents into pixels, all tiles
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from portable_dit.errors import OutputError
 from portable_dit.loading import Setup
 from portable_dit.models.spec import Denoiser, Model
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Event, Result
+from portable_dit.result import Event, Finished, Outcome
 from portable_dit.workers.inline import ThisProcess
 
 MAX_EVENTS = 1_000_000  # some 150 MB of trace
@@ -50,7 +50,6 @@ class Profiler:
         self._start = time.perf_counter()
         self._events: list[dict[str, Any]] = []
         self._written = 0
-        self._model_begin = 0.0
 
     @contextmanager
     def part(self, name: str, **facts: Any) -> Iterator[None]:
@@ -61,12 +60,10 @@ class Profiler:
         self._wait()
         self.add(name, begin, time.perf_counter(), **facts)
 
-    def begin_model(self) -> None:
+    def now(self) -> float:
+        """The time when the device has nothing queued."""
         self._wait()
-        self._model_begin = time.perf_counter()
-
-    def end_model(self, step: int) -> None:
-        self.add("model.forward", self._model_begin, time.perf_counter(), step=step + 1)
+        return time.perf_counter()
 
     def add(self, name: str, begin: float, end: float, **facts: Any) -> None:
         """An event of the trace: microseconds since the profiler started."""
@@ -74,7 +71,12 @@ class Profiler:
         self._events.append({"name": name, "ph": "X", "pid": os.getpid(), "tid": 1, **at, "args": facts})
 
     def end_request(self, title: str) -> None:
-        """Logs a line for the request and adds its events to the file, which is whole JSON at any time."""
+        """Logs a line for the request and adds its events to the file, which is whole JSON at any time.
+
+        With those of requests beside it that have not ended. Without events it does nothing.
+        """
+        if not self._events:
+            return
         seconds: dict[str, list[float]] = {}
         for event in self._events:
             seconds.setdefault(event["name"], []).append(event["dur"] / 1e3)
@@ -100,15 +102,22 @@ class ProfiledProcess(ThisProcess):
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
+        titles = [f"{one.width}x{one.height}, {one.steps} steps" for one in requests]
+
+        def tell(place: int, event: Event) -> None:
+            if isinstance(event, Finished):
+                self._profiler.end_request(titles[place])
+            emit(place, event)
+
         try:
-            return super().draw(request, emit, cancelled, previews)
+            return super().draw(requests, tell, cancelled, previews)
         finally:
-            self._profiler.end_request(f"{request.width}x{request.height}, {request.steps} steps")
+            self._profiler.end_request("without pictures")
 
 
 class _ProfiledModel:
@@ -140,17 +149,18 @@ class _ProfiledDenoiser:
     def __init__(self, denoiser: Denoiser, profiler: Profiler) -> None:
         self._denoiser = denoiser
         self._profiler = profiler
+        self._begin = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._denoiser, name)
 
     def embed(self, latents: Tensor, step: int) -> tuple[Tensor, tuple[Any, ...]]:
-        self._profiler.begin_model()
+        self._begin = self._profiler.now()
         with self._profiler.part("patch_embed.forward", step=step + 1):
             return self._denoiser.embed(latents, step)
 
     def head(self, hidden: Tensor, step: int) -> Tensor:
         with self._profiler.part("final_layer.forward", step=step + 1):
             velocity = self._denoiser.head(hidden, step)
-        self._profiler.end_model(step)
+        self._profiler.add("model.forward", self._begin, time.perf_counter(), step=step + 1)
         return velocity

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections.abc import Sequence
 
 from portable_dit.server.refusal import ApiError
 from portable_dit.server.settings import Limits
@@ -63,9 +64,25 @@ class FairQueue:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def measured(self, ticket: Ticket, seconds: float) -> None:
-        """Tells how long a request took on the device, from which waiting times are guessed."""
-        rate = seconds / work_of(ticket)
+    def take_beside(self, first: Ticket, pictures: int) -> list[Ticket]:
+        """Those whose turn is next, as long as they have the shape of `first` and make up so many pictures
+        with it at most. Nobody is overtaken.
+        """
+        found, left = [], pictures - first.request.images
+        while self._heap:
+            start, _, ticket = self._heap[0]
+            if ticket.status == "queued":
+                if ticket.request.shape != first.request.shape or ticket.request.images > left:
+                    break
+                found.append(ticket)
+                left -= ticket.request.images
+                self._now = start
+            heapq.heappop(self._heap)
+        return found
+
+    def measured(self, tickets: Sequence[Ticket], seconds: float) -> None:
+        """Tells how long requests took on the device together, from which waiting times are guessed."""
+        rate = seconds / sum(work_of(ticket) for ticket in tickets)
         old = self._seconds_per_work
         self._seconds_per_work = rate if old is None else 0.8 * old + 0.2 * rate
 

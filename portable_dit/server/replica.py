@@ -22,6 +22,7 @@ from typing import Any
 from portable_dit.errors import PortableDitError
 from portable_dit.server.messages import (
     Cancel,
+    Draw,
     Ended,
     FileDone,
     Free,
@@ -72,6 +73,10 @@ class Replica:
         self.pong: Pong | None = None
         self.starts = 0
         self.current: dict[str, Ticket] = {}
+        self._drawn: dict[
+            tuple[str, ...], tuple[list[Ticket], float]
+        ] = {}  # since when, by place that is taken
+        self._batch = 1
         self._answered = 0.0
         self._loaded = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -164,6 +169,7 @@ class Replica:
             self.loading = message
         elif isinstance(message, Loaded):
             self.facts, self._loaded, self._answered = message.facts, True, time.monotonic()
+            self._batch = message.batch
             self.on_loaded()
             for _ in range(message.places):
                 self._free.release()
@@ -171,16 +177,14 @@ class Replica:
         elif isinstance(message, LoadFailed):
             self._stopping = True
             self.on_fatal(message)
-        else:
-            self._hear_of(self.current.get(message.id), message)
-
-    def _hear_of(self, ticket: Ticket | None, message: Stepped | Free | FileDone | Ended) -> None:
-        if isinstance(message, Free):
+        elif isinstance(message, Free):
             self._free.release()
-            if ticket is not None and ticket.started is not None:
-                self.queue.measured(ticket, time.monotonic() - ticket.started)
-        if ticket is None:
-            return
+            tickets, started = self._drawn.pop(message.ids)
+            self.queue.measured(tickets, time.monotonic() - started)
+        elif (ticket := self.current.get(message.id)) is not None:
+            self._hear_of(ticket, message)
+
+    def _hear_of(self, ticket: Ticket, message: Stepped | FileDone | Ended) -> None:
         if isinstance(message, Stepped):
             self.metrics.steps.inc()
             if not ticket.is_over:
@@ -200,14 +204,19 @@ class Replica:
             ticket.fail(worker_lost(str(message.error)) if message.fatal else refusal_of(message.error))
 
     async def _feed(self) -> None:
-        """One request after the other to the worker, as soon as it has a place that is free."""
+        """One request after the other to the worker, as soon as it has a place that is free, each with those
+        behind it that may share its steps. Nobody waits for mates.
+        """
         while True:
             await self._free.acquire()
-            ticket = await self.queue.take()
-            self.current[ticket.id] = ticket
-            self.metrics.queue_seconds.observe(time.monotonic() - ticket.accepted)
-            ticket.start(lambda id=ticket.id: self._send(Cancel(id)))  # type: ignore[misc]
-            self._send(ticket.order())
+            first = await self.queue.take()
+            tickets = [first, *self.queue.take_beside(first, self._batch)]
+            for ticket in tickets:
+                self.current[ticket.id] = ticket
+                self.metrics.queue_seconds.observe(time.monotonic() - ticket.accepted)
+                ticket.start(lambda id=ticket.id: self._send(Cancel(id)))  # type: ignore[misc]
+            self._drawn[tuple(ticket.id for ticket in tickets)] = tickets, time.monotonic()
+            self._send(Draw(tuple(ticket.order() for ticket in tickets)))
 
     async def _watch(self) -> None:
         """Pings; ends a worker that does not answer, or whose drawing shows no progress."""
@@ -242,6 +251,7 @@ class Replica:
     def _abandon(self, code: int) -> None:
         """What the worker was busy with ends with an honest error."""
         abandoned, self.current = self.current, {}
+        self._drawn.clear()
         if not self._stopping:
             self.metrics.worker_deaths.inc()
         for ticket in abandoned.values():

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 from portable_dit.request import ResolvedRequest
-from portable_dit.server.messages import Draw, PictureFile, Stepped, Summary
+from portable_dit.server.messages import Order, PictureFile, Stepped, Summary
 from portable_dit.server.refusal import ApiError
 
 Status = Literal["queued", "running", "finished", "failed", "cancelled"]
@@ -46,7 +46,7 @@ class Ticket:
         self.files: list[PictureFile] = []
         self.summary: Summary | None = None
         self.failure: ApiError | None = None
-        self.progress: Stepped | None = None
+        self._steps: dict[int, int] = {}  # by image, which may be drawn in turn or side by side
         self.previews: dict[int, tuple[Stepped, bytes]] = {}  # by count, the latest only
         self._count = itertools.count()
         self._changed, self._ended = asyncio.Event(), asyncio.Event()
@@ -60,11 +60,16 @@ class Ticket:
         return (request.width * request.height + references) * request.images
 
     @property
+    def steps_done(self) -> int:
+        """Of all images."""
+        return sum(self._steps.values())
+
+    @property
     def is_over(self) -> bool:
         return self.status in ("finished", "failed", "cancelled")
 
-    def order(self) -> Draw:
-        return Draw(self.id, self.request, self.preview_steps, self.quality)
+    def order(self) -> Order:
+        return Order(self.id, self.request, self.preview_steps, self.quality)
 
     def start(self, on_cancel: Callable[[], None]) -> None:
         self.started = time.monotonic()
@@ -73,7 +78,7 @@ class Ticket:
         self._tell()
 
     def step(self, message: Stepped) -> None:
-        self.progress = message
+        self._steps[message.image] = message.step
         if message.preview is not None:
             number = next(self._count)
             self.previews[number] = (message, message.preview)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from portable_dit.errors import PortableDitError, RecipeError, UserError
 from portable_dit.image import Pixels, encode
 from portable_dit.loading import Setup, fetch, set_up
 from portable_dit.png import encode_png
-from portable_dit.result import Drawn, Event, Picture, Result
+from portable_dit.result import Drawn, Event, Finished, Outcome, Picture, Result
 from portable_dit.result import Stepped as EngineStep
 from portable_dit.server.messages import (
     Cancel,
@@ -44,6 +44,7 @@ from portable_dit.server.messages import (
     LoadFailed,
     Loading,
     Message,
+    Order,
     PictureFile,
     Ping,
     Pong,
@@ -64,7 +65,8 @@ class Worker:
         self.encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self.cancelled: set[str] = set()
         self.failed: dict[str, PortableDitError] = {}  # by request: why a file of it could not be made
-        self.moved: dict[str, float] = {}  # by request that is drawn: when it last moved
+        self.moved: dict[Draw, float] = {}  # by what is drawn: when it last moved
+        self.drawn: set[str] = set()  # the requests of it
         self.process = psutil.Process()
 
     def run(self) -> None:
@@ -78,7 +80,8 @@ class Worker:
             return
         places = self.engine.places
         self.drawing = ThreadPoolExecutor(places, thread_name_prefix="request")
-        self.send(Loaded(time.perf_counter() - start, places, facts_of(self.engine.setup)))
+        batch = self.engine.plan.workload.batch
+        self.send(Loaded(time.perf_counter() - start, places, batch, facts_of(self.engine.setup)))
         while True:
             self.obey(self.connection.recv())
 
@@ -108,11 +111,12 @@ class Worker:
 
     def obey(self, message: Draw | Cancel | Ping) -> None:
         if isinstance(message, Draw):
-            self.moved[message.id] = time.monotonic()
+            self.moved[message] = time.monotonic()
+            self.drawn |= {order.id for order in message.orders}
             future = self.drawing.submit(self.draw, message)
             future.add_done_callback(partial(self.ended, message))
         elif isinstance(message, Cancel):
-            if message.id in self.moved:  # else it has ended, and nobody would take the id out again
+            if message.id in self.drawn:  # else it has ended, and nobody would take the id out again
                 self.cancelled.add(message.id)
         else:
             self.send(self.pong())
@@ -126,67 +130,74 @@ class Worker:
             energy_joules=setup.backend.energy_joules(setup.device),
         )
 
-    def draw(self, order: Draw) -> Result:
-        """Draws one request; files are handed to the encoding thread as their pixels come."""
-        sent = replace(order.request, format=None)
-        return self.engine.generate(
-            sent,
-            on_event=partial(self.tell, order),
-            cancelled=lambda: order.id in self.cancelled,
-            previews=bool(order.preview_steps),
+    def draw(self, message: Draw) -> tuple[Outcome, ...]:
+        """Draws requests; files are handed to the encoding thread as their pixels come."""
+        orders = message.orders
+        return self.engine.generate_all(
+            [replace(order.request, format=None) for order in orders],
+            on_event=lambda place, event: self.tell(message, orders[place], event),
+            cancelled=lambda place: orders[place].id in self.cancelled,
+            previews=[bool(order.preview_steps) for order in orders],
         )
 
-    def tell(self, order: Draw, event: Event) -> None:
-        self.moved[order.id] = time.monotonic()
+    def tell(self, message: Draw, order: Order, event: Event) -> None:
+        self.moved[message] = time.monotonic()
         if isinstance(event, EngineStep):
             wanted = event.step in order.preview_steps
             self.encode(order, self.send_step, order.id, event, event.preview if wanted else None)
         elif isinstance(event, Drawn):
             self.encode(order, self.send_file, order, event.picture)
+        elif isinstance(event, Finished):
+            self.encode(order, self.send_end, order.id, summary_of(event.result), None)
 
-    def encode(self, order: Draw, work: Callable[..., None], *arguments: Any) -> None:
+    def encode(self, order: Order, work: Callable[..., None], *arguments: Any) -> None:
         """Runs on the encoding thread, after all that was given to it before."""
         self.encoding.submit(work, *arguments).add_done_callback(partial(self.encoded, order))
 
-    def encoded(self, order: Draw, work: Future[None]) -> None:
+    def encoded(self, order: Order, work: Future[None]) -> None:
         error = work.exception()
         if isinstance(error, PortableDitError):
             self.failed[order.id] = error
         elif error is not None:
-            self.give_up(order, error)
+            self.give_up([order.id], error)
 
     def send_step(self, id: str, event: EngineStep, preview: Pixels | None) -> None:
         small = None if preview is None else encode_png(shrunk(preview), threads=1)
         self.send(Stepped(id, event.image, event.step, event.steps, small))
 
-    def send_file(self, order: Draw, picture: Picture) -> None:
+    def send_file(self, order: Order, picture: Picture) -> None:
         start = time.perf_counter()
         format = order.request.format or "png"
         data = encode(picture.pixels, picture.record, format=format, quality=order.quality)
         seconds = {**picture.seconds, "encode_png": time.perf_counter() - start}
         file = PictureFile(data, format, picture.width, picture.height, picture.seed, seconds)
-        self.send(FileDone(order.id, file))
+        self.send(FileDone(order.id, replace(file, batch=picture.batch, wanted=picture.wanted)))
 
-    def ended(self, order: Draw, drawing: Future[Result]) -> None:
-        """The device is free; what remains of the request goes through the encoding thread, in order."""
-        del self.moved[order.id]
-        self.cancelled.discard(order.id)
+    def ended(self, message: Draw, drawing: Future[tuple[Outcome, ...]]) -> None:
+        """The place is free; what remains of the requests goes through the encoding thread, in order."""
+        del self.moved[message]
+        ids = tuple(order.id for order in message.orders)
+        self.drawn -= set(ids)
+        self.cancelled -= set(ids)
         error = drawing.exception()
         if error is not None and not isinstance(error, PortableDitError):
-            self.give_up(order, error)
-        self.send(Free(order.id))
-        summary = None if error is not None else summary_of(drawing.result())
-        self.encode(order, self.send_end, order.id, summary, error)
+            self.give_up(ids, error)
+        self.send(Free(ids))
+        outcomes = drawing.result() if error is None else (error,) * len(ids)
+        for order, outcome in zip(message.orders, outcomes, strict=True):
+            if isinstance(outcome, PortableDitError):
+                self.encode(order, self.send_end, order.id, None, outcome)
 
     def send_end(self, id: str, summary: Summary | None, error: BaseException | None) -> None:
         error = self.failed.pop(id, None) or error
         self.send(Ended(id, error=error) if error is not None else Ended(id, summary))
 
-    def give_up(self, order: Draw, error: BaseException) -> None:
+    def give_up(self, ids: Sequence[str], error: BaseException) -> None:
         """Ends the process: after an unknown failure the device is not to be trusted with another request."""
         if not isinstance(error, ConnectionError):
             traceback.print_exception(error)
-            self.send(Ended(order.id, error=PortableDitError(describe(error)), fatal=True))
+            for id in ids:
+                self.send(Ended(id, error=PortableDitError(describe(error)), fatal=True))
         os._exit(BROKEN)
 
     def send(self, message: Message) -> None:
@@ -221,6 +232,7 @@ def facts_of(setup: Setup) -> dict[str, Any]:
         "kernels": plan["kernels"],
         "notes": list(setup.notes),
         "devices": setup.plan.layout.world,
+        "batch": setup.plan.workload.batch,
         "versions": {
             "portable-dit": __version__,
             "torch": str(torch.__version__),  # a class of torch's own, which the server would have to import

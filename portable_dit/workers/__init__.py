@@ -5,13 +5,13 @@
     torchrun   this process is one of several that torchrun started, all running the same program
     ray        one actor per device, on one host or several
 
-Each keeps the same promise: a request comes back as a Result, or as one error on the caller, and what one
-process does wrong names that process.
+Each keeps the same promise: a request comes back as a Result, or as the error that is its own; what a process
+does wrong is one error on the caller, and names that process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,7 +19,7 @@ from portable_dit.loading import Setup
 
 if TYPE_CHECKING:
     from portable_dit.request import ResolvedRequest
-    from portable_dit.result import Event, Result
+    from portable_dit.result import Event, Outcome
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,16 @@ class Workers(Protocol):
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
-        """The pictures of a request, whose events are told on the caller's thread."""
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
+        """What becomes of each request: its pictures, or the error that is its own.
+
+        emit: told the place of a request among them and an event of it, on the caller's thread. cancelled:
+        whether the request at a place is to stop. previews: whether its steps carry small pictures.
+        """
         ...
 
     def close(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from portable_dit.drawing import Drawing, memory_explained
+from portable_dit.drawing import memory_explained
 from portable_dit.loaded import LoadedModel
 from portable_dit.loading import Setup, load_model
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Event, Result
+from portable_dit.result import Event, Outcome
+from portable_dit.stages import draw_all
 from portable_dit.workers import RankReport
 from portable_dit.workers.thread import DrawingThread, Tell
 
@@ -45,14 +46,14 @@ class ThisProcess:
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
-        def work(tell: Tell) -> Result:
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
+        def work(tell: Tell) -> tuple[Outcome, ...]:
             assert self.loaded is not None
-            return Drawing(self._setup, self.loaded, request, partial(tell, emit), cancelled, previews).run()
+            return draw_all(self._setup, self.loaded, requests, partial(tell, emit), cancelled, previews)
 
         return self._thread.call(work)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from portable_dit.errors import PortableDitError
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Event, Result
+from portable_dit.result import Drawn, Event, Finished, Outcome, Picture, Result
 from portable_dit.workers import RankReport
 from portable_dit.workers.rank import Task
 
@@ -23,13 +24,17 @@ class Join:
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    request: ResolvedRequest
-    previews: bool
+    """Draw these. previews: for each, whether its steps carry small pictures."""
+
+    requests: tuple[ResolvedRequest, ...]
+    previews: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop drawing at the next step."""
+    """Stop drawing the request at that place at the next step."""
+
+    place: int
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,17 @@ class Loaded:
 
 @dataclass(frozen=True, eq=False)
 class Told:
+    """Of the request at that place. Pictures are told once, as they come: a result has none of them."""
+
+    place: int
     event: Event
 
 
 @dataclass(frozen=True, eq=False)
 class Done:
-    """The rank is done with the request. result: the leader's, whose pictures were told as they came."""
+    """The rank is done with all requests. errors: why there is no result, None where there is one."""
 
-    result: Result | None
+    errors: tuple[PortableDitError | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,3 +102,36 @@ class Alive:
 
 Answer = Component | Read | Loaded | Told | Done | Failed | Alive
 Order = Join | Draw | Stop | Leave
+
+
+def told(place: int, event: Event) -> Told:
+    """The message of an event, without the pictures that were told before."""
+    if isinstance(event, Finished):
+        event = Finished(replace(event.result, images=()))
+    return Told(place, event)
+
+
+def done(outcomes: Sequence[Outcome]) -> Done:
+    """The message of what became of all requests."""
+    return Done(tuple(one if isinstance(one, PortableDitError) else None for one in outcomes))
+
+
+class Hearing:
+    """What a caller hears of some requests: hands events on, with pictures where results lost them."""
+
+    def __init__(self, count: int, emit: Callable[[int, Event], None]) -> None:
+        self._emit = emit
+        self._pictures: list[list[Picture]] = [[] for _ in range(count)]
+        self._results: dict[int, Result] = {}
+
+    def hear(self, told: Told) -> None:
+        event, pictures = told.event, self._pictures[told.place]
+        if isinstance(event, Drawn):
+            pictures.append(event.picture)
+        elif isinstance(event, Finished):
+            event = Finished(replace(event.result, images=tuple(pictures)))
+            self._results[told.place] = event.result
+        self._emit(told.place, event)
+
+    def outcomes(self, done: Done) -> tuple[Outcome, ...]:
+        return tuple(error or self._results[place] for place, error in enumerate(done.errors))

@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, wait
 from portable_dit.errors import RankError
 from portable_dit.loading import Setup
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Drawn, Event, Picture, Result
+from portable_dit.result import Event, Outcome
 from portable_dit.workers import RankReport
 from portable_dit.workers.messages import (
     Alive,
@@ -38,6 +38,7 @@ from portable_dit.workers.messages import (
     Done,
     Draw,
     Failed,
+    Hearing,
     Join,
     Leave,
     Loaded,
@@ -133,50 +134,53 @@ class LocalRanks:
             elif isinstance(answer, Read):
                 on_bytes(answer.name, answer.done, answer.total)
 
-        self._follow(heard, cancelled=lambda: False, during="loading")
+        self._follow(heard, watch=lambda: None, during="loading")
         self.reports = tuple(
             replace(m.done.report, rank=m.label) for m in self._members if isinstance(m.done, Loaded)
         )
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
         """See `workers.Workers`."""
         if any(member.process.poll() is not None for member in self._members):
             self.end()
         try:
-            return self._draw(request, emit, cancelled, previews)
-        except _GoneBeforeError:  # a rank had died since the last request; this one has not begun
-            return self._draw(request, emit, cancelled, previews)
+            return self._draw(requests, emit, cancelled, previews)
+        except _GoneBeforeError:  # a rank had died since the last request; these have not begun
+            return self._draw(requests, emit, cancelled, previews)
 
     def _draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
         if not self._members:
             self.start(lambda name: None, lambda name, done, total: None)
         self._told = False
-        self._tell_all(Draw(request, previews))
-        pictures: list[Picture] = []
+        self._tell_all(Draw(tuple(requests), tuple(previews)))
+        hearing, running = Hearing(len(requests), emit), set(range(len(requests)))
 
         def heard(member: Member, answer: Answer) -> None:
             if isinstance(answer, Told):
                 self._told = True
-                if isinstance(answer.event, Drawn):
-                    pictures.append(answer.event.picture)
-                emit(answer.event)
+                hearing.hear(answer)
 
-        self._follow(heard, cancelled=cancelled, during="drawing")
-        results = [m.done.result for m in self._members if isinstance(m.done, Done) and m.done.result]
-        assert len(results) == 1
-        return replace(results[0], images=tuple(pictures))
+        def stop_cancelled() -> None:
+            for place in [place for place in running if cancelled(place)]:
+                running.remove(place)
+                _send(self._members[0], Stop(place))
+
+        self._follow(heard, watch=stop_cancelled, during="drawing")
+        leader = self._members[0].done
+        assert isinstance(leader, Done)
+        return hearing.outcomes(leader)
 
     def close(self) -> None:
         """Ends the ranks: each is asked to leave, and those that do not are killed."""
@@ -207,17 +211,18 @@ class LocalRanks:
         self,
         heard: Callable[[Member, Answer], None],
         *,
-        cancelled: Callable[[], bool],
+        watch: Callable[[], None],
         during: str,
     ) -> None:
-        """Hears the ranks until all are done. Any way out but a whole group that is done ends the ranks."""
-        stopping = healthy = False
+        """Hears the ranks until all are done. Any way out but a whole group that is done ends the ranks.
+
+        watch: called now and then.
+        """
+        healthy = False
         try:
             while not all(member.done for member in self._members):
                 self._hear(heard)
-                if not stopping and cancelled():
-                    stopping = True
-                    _send(self._members[0], Stop())
+                watch()
                 if any(m.ended or isinstance(m.done, Failed) for m in self._members):
                     self._hear_the_rest(heard)
                     break

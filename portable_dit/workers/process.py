@@ -10,7 +10,6 @@ import queue
 import sys
 import threading
 import traceback
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ from portable_dit.workers.messages import (
     Alive,
     Answer,
     Component,
-    Done,
     Draw,
     Failed,
     Join,
@@ -29,7 +27,8 @@ from portable_dit.workers.messages import (
     Order,
     Read,
     Stop,
-    Told,
+    done,
+    told,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Seat:
         self._connection: Connection[Answer, Order] = Connection(descriptor)
         self._writing = threading.Lock()
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self.stop = threading.Event()
+        self._stopped: frozenset[int] = frozenset()  # places of requests
 
     def send(self, answer: Answer) -> None:
         with self._writing:
@@ -60,16 +59,20 @@ class Seat:
             except (EOFError, OSError):
                 os._exit(STARTER_IS_GONE)
             if isinstance(order, Stop):
-                self.stop.set()
+                self._stopped |= {order.place}
             else:
-                self.stop.clear()
+                self._stopped = frozenset()
                 self.orders.put(order)
+
+    def is_stopped(self, place: int) -> bool:
+        """Whether the request at that place is to stop."""
+        return place in self._stopped
 
 
 def main(descriptor: int) -> None:
     """Joins, loads, and draws until told to leave.
 
-    An error of ours ends the request; any other ends the process, since nobody knows what state it is in.
+    An error of ours ends the requests; any other ends the process, since nobody knows what state it is in.
     """
     from portable_dit.parallel.collectives import Pulse
     from portable_dit.parallel.mesh import find_store
@@ -94,10 +97,13 @@ def main(descriptor: int) -> None:
         assert isinstance(order, Draw)
         working.set()
         try:
-            result = rank.draw(
-                order.request, lambda event: seat.send(Told(event)), seat.stop.is_set, order.previews
+            outcomes = rank.draw(
+                order.requests,
+                lambda place, event: seat.send(told(place, event)),
+                seat.is_stopped,
+                order.previews,
             )
-            answer: Answer = Done(replace(result, images=()) if rank.mesh.leads else None)
+            answer: Answer = done(outcomes)
         except PortableDitError as error:
             answer = Failed(_line(error), traceback.format_exc(), error, waits=False)
         working.clear()
@@ -120,12 +126,12 @@ def _report(seat: Seat, pulse: Pulse, working: threading.Event, thread: int) -> 
 def _tell_what_ends_it(seat: Seat, pulse: Pulse) -> None:
     """An error that nobody caught goes to the starter before it ends the process, and is shown there."""
 
-    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def caught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
         own = error if isinstance(error, PortableDitError) else None
         seat.send(Failed(_line(error), text, own, waits=pulse.waits))
 
-    sys.excepthook = told
+    sys.excepthook = caught
 
 
 def _line(error: BaseException) -> str:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from portable_dit.drawing import Drawing, memory_explained
+from portable_dit.drawing import memory_explained
 from portable_dit.loaded import LoadedModel
 from portable_dit.loading import Setup, load_model, set_up
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.parallel.mesh import Mesh, join_mesh, leave_mesh
 from portable_dit.recipe import Recipe
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Event, Result
+from portable_dit.result import Event, Outcome
+from portable_dit.stages import draw_all
 from portable_dit.workers import RankReport
 
 if TYPE_CHECKING:
@@ -84,20 +85,20 @@ class Rank:
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
-        """This rank's part of a request. The leader's events are told, and its result holds the pictures."""
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
+        """This rank's part of some requests. The leader's events are told, and its results hold pictures."""
         assert self._loaded is not None
 
-        def tell(event: Event) -> None:
+        def tell(place: int, event: Event) -> None:
             self.pulse.beat(f"drawing, after {type(event).__name__}")
             if self.mesh.leads:
-                emit(event)
+                emit(place, event)
 
-        return Drawing(self.setup, self._loaded, request, tell, cancelled, previews).run()
+        return draw_all(self.setup, self._loaded, requests, tell, cancelled, previews)
 
     def leave(self) -> None:
         """Lets go of the model and of the group."""

@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -27,9 +27,9 @@ from portable_dit.loading import Setup
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.parallel.mesh import find_store, open_store
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Drawn, Event, Picture, Result
+from portable_dit.result import Event, Outcome
 from portable_dit.workers import RankReport
-from portable_dit.workers.messages import Alive, Component, Failed, Read, Told
+from portable_dit.workers.messages import Alive, Component, Done, Failed, Hearing, Read, Told, done, told
 from portable_dit.workers.rank import Rank, Task, innermost_line
 
 ray: Any = untyped_ray  # half of its functions have no types
@@ -48,7 +48,7 @@ class RankActor:
         self._pulse = Pulse()
         self._thread = 0
         self._drawing = ThreadPoolExecutor(1, thread_name_prefix="drawing")  # see `workers.thread`
-        self._stop = threading.Event()
+        self._stopped: frozenset[int] = frozenset()  # places of requests
         self._rank: Rank | None = None
         self._store: Any = None
 
@@ -73,20 +73,26 @@ class RankActor:
 
         yield from self._told(work)
 
-    def draw(self, request: ResolvedRequest, previews: bool) -> Iterator[Any]:
-        """The leader's events, and this rank's result at the end, or why there is none."""
+    def draw(self, requests: Sequence[ResolvedRequest], previews: Sequence[bool]) -> Iterator[Any]:
+        """The leader's events, and what became of the requests at the end, or why nothing did."""
         rank = self._rank
         assert rank is not None
-        self._stop.clear()
+        self._stopped = frozenset()
 
-        def work(tell: Callable[[Any], None]) -> Result:
-            result = rank.draw(request, lambda event: tell(Told(event)), self._stop.is_set, previews)
-            return replace(result, images=())  # they were told as they came
+        def work(tell: Callable[[Any], None]) -> Done:
+            outcomes = rank.draw(
+                requests,
+                lambda place, event: tell(told(place, event)),
+                lambda place: place in self._stopped,
+                previews,
+            )
+            return done(outcomes)
 
         yield from self._told(work)
 
-    def stop(self) -> None:
-        self._stop.set()
+    def stop(self, place: int) -> None:
+        """Has the request at that place stop at the next step."""
+        self._stopped |= {place}
 
     def alive(self) -> Alive:
         """How far it is."""
@@ -95,20 +101,20 @@ class RankActor:
 
     def _told(self, work: Callable[[Callable[[Any], None]], Any]) -> Iterator[Any]:
         """What the work tells while the drawing thread does it, then what it gives, or an error of ours."""
-        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        values: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run() -> Any:
             self._thread = threading.get_ident()
             try:
-                return work(told.put)
+                return work(values.put)
             except PortableDitError as error:
                 return Failed(f"{type(error).__name__}: {error}", "", error, waits=False)
 
-        done = self._drawing.submit(run)
-        done.add_done_callback(lambda done: told.put(None))
-        while (value := told.get()) is not None:
+        working = self._drawing.submit(run)
+        working.add_done_callback(lambda working: values.put(None))
+        while (value := values.get()) is not None:
             yield value
-        yield done.result()
+        yield working.result()
 
 
 class ActorGroup:
@@ -162,33 +168,35 @@ class ActorGroup:
             actor.load.options(num_returns="streaming").remote(task, host, port)
             for actor, task in zip(self._actors, tasks, strict=True)
         ]
-        reports = self._follow(streams, heard, lambda: False, "loading")
+        reports = self._follow(streams, heard, lambda: None, "loading")
         self.reports = tuple(replace(report, rank=self._first + report.rank) for report in reports)
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
         """See `workers.Workers`."""
         if not self._actors:
             self.start(lambda name: None, lambda name, done, total: None)
-
-        pictures: list[Picture] = []
+        hearing, running = Hearing(len(requests), emit), set(range(len(requests)))
 
         def heard(value: Any) -> None:
             if isinstance(value, Told):
-                if isinstance(value.event, Drawn):
-                    pictures.append(value.event.picture)
-                emit(value.event)
+                hearing.hear(value)
+
+        def stop_cancelled() -> None:
+            for place in [place for place in running if cancelled(place)]:
+                running.remove(place)
+                self._actors[0].stop.remote(place)
 
         streams = [
-            actor.draw.options(num_returns="streaming").remote(request, previews) for actor in self._actors
+            actor.draw.options(num_returns="streaming").remote(tuple(requests), tuple(previews))
+            for actor in self._actors
         ]
-        first: Result = self._follow(streams, heard, cancelled, "drawing")[0]
-        return replace(first, images=tuple(pictures))
+        return hearing.outcomes(self._follow(streams, heard, stop_cancelled, "drawing")[0])
 
     def close(self) -> None:
         self.end()
@@ -206,14 +214,17 @@ class ActorGroup:
         self,
         streams: list[Any],
         heard: Callable[[Any], None],
-        cancelled: Callable[[], bool],
+        watch: Callable[[], None],
         during: str,
     ) -> list[Any]:
-        """The last value of every rank's stream. Any way out but all of them at one end ends the actors."""
+        """The last value of every rank's stream. Any way out but all of them at one end ends the actors.
+
+        watch: called now and then.
+        """
         last: dict[int, Any] = {}
         open_streams = dict(enumerate(streams))
         patience = _Patience(self._setup.recipe.rank_timeout_seconds, during)
-        stopping = healthy = False
+        healthy = False
         try:
             while open_streams:
                 ready, _ = ray.wait(list(open_streams.values()), num_returns=1, timeout=POLL_SECONDS)
@@ -227,9 +238,7 @@ class ActorGroup:
                         raise self._failure(rank, error, during, streams) from error
                     last[rank] = value
                     heard(value)
-                if not stopping and cancelled():
-                    stopping = True
-                    self._actors[0].stop.remote()
+                watch()
                 if problem := patience.problem(self._actors, open_streams, self._name):
                     raise RankError(problem)
             failed = {rank: value for rank, value in last.items() if isinstance(value, Failed)}

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from portable_dit.errors import CancelledError, PortableDitError
 from portable_dit.parallel.collectives import split_evenly
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Decoded, Drawn, Encoded, Event, Result, Started, Stepped
+from portable_dit.result import (
+    Decoded,
+    Drawn,
+    Encoded,
+    Event,
+    Finished,
+    Outcome,
+    Result,
+    Started,
+    Stepped,
+)
 from portable_dit.workers import RankReport
 
 
@@ -27,17 +37,17 @@ class Replica(Protocol):
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result: ...
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]: ...
 
     def close(self) -> None: ...
 
 
 class Replicas:
-    """See `workers.Workers`. A request of several images takes as many replicas as are free."""
+    """See `workers.Workers`. Several images take as many replicas as are free."""
 
     leads = True
 
@@ -70,19 +80,19 @@ class Replicas:
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
         taken = [self._free.get()]
         try:
             with suppress(queue.Empty):  # the others are drawing
-                while len(taken) < request.images:
+                while len(taken) < sum(request.images for request in requests):
                     taken.append(self._free.get_nowait())
             if len(taken) == 1:
-                return taken[0].draw(request, emit, cancelled, previews)
-            return _draw_shared(taken, request, emit, cancelled, previews)
+                return taken[0].draw(requests, emit, cancelled, previews)
+            return _draw_shared(taken, requests, emit, cancelled, previews)
         finally:
             for member in taken:
                 self._free.put(member)
@@ -92,66 +102,136 @@ class Replicas:
             member.close()
 
 
+@dataclass(frozen=True)
+class Share:
+    """Some images of a request, in a row. place: of the request among all; first: their number in it."""
+
+    place: int
+    first: int
+    request: ResolvedRequest
+
+
+def shares_of(requests: Sequence[ResolvedRequest], replicas: int) -> list[list[Share]]:
+    """For each replica its part of all images, in turn, as requests of their own."""
+    found: list[list[Share]] = []
+    images = [(place, first) for place, request in enumerate(requests) for first in range(request.images)]
+    start = 0
+    for length in split_evenly(len(images), replicas):
+        mine: list[Share] = []
+        for place, first in images[start : start + length]:
+            if mine and mine[-1].place == place:
+                grown = replace(mine[-1].request, images=mine[-1].request.images + 1)
+                mine[-1] = replace(mine[-1], request=grown)
+            else:
+                alone = replace(requests[place], seed=requests[place].seed + first, images=1)
+                mine.append(Share(place, first, alone))
+        found.append(mine)
+        start += length
+    return found
+
+
 def _draw_shared(
     members: Sequence[Replica],
-    request: ResolvedRequest,
-    emit: Callable[[Event], None],
-    cancelled: Callable[[], bool],
-    previews: bool,
-) -> Result:
-    """The images of one request over several replicas, in turn of their seeds; one that fails stops all."""
-    lengths = split_evenly(request.images, len(members))
-    stop = threading.Event()
-    events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+    requests: Sequence[ResolvedRequest],
+    emit: Callable[[int, Event], None],
+    cancelled: Callable[[int], bool],
+    previews: Sequence[bool],
+) -> tuple[Outcome, ...]:
+    """The images of requests over several replicas, in turn of their seeds.
 
-    def share(member: Replica, first: int, images: int) -> Result:
-        part = replace(request, seed=request.seed + first, images=images)
+    A request that fails on one replica stops on all; a replica that fails stops everything.
+    """
+    shares = shares_of(requests, len(members))
+    stopped: set[int] = set()
+    heard: queue.SimpleQueue[tuple[Share, Event | Outcome] | None] = queue.SimpleQueue()
 
-        def tell(event: Event) -> None:
-            if (event_of_all := moved(event, first)) is not None:
-                events.put(event_of_all)
-
+    def draw(member: Replica, own: Sequence[Share]) -> None:
         whole = False
         try:
-            result = member.draw(part, tell, stop.is_set, previews)
+            outcomes = member.draw(
+                [share.request for share in own],
+                lambda k, event: heard.put((own[k], event)),
+                lambda k: own[k].place in stopped,
+                [previews[share.place] for share in own],
+            )
+            for share, outcome in zip(own, outcomes, strict=True):
+                if isinstance(outcome, PortableDitError):
+                    stopped.add(share.place)
+                    heard.put((share, outcome))
             whole = True
-            return result
         finally:
             if not whole:
-                stop.set()
-            events.put(None)
+                stopped.update(range(len(requests)))
+            heard.put(None)
 
-    emit(Started(request.images, request.steps))
+    gathering = _Gathering(requests, shares, emit)
     with ThreadPoolExecutor(len(members), thread_name_prefix="replica") as pool:
-        shares = [
-            pool.submit(share, member, sum(lengths[:place]), lengths[place])
-            for place, member in enumerate(members)
-        ]
+        parts = [pool.submit(draw, member, own) for member, own in zip(members, shares, strict=True)]
         try:
-            running = len(shares)
+            running = len(parts)
             while running:
-                if cancelled():
-                    stop.set()
+                stopped.update(place for place in range(len(requests)) if cancelled(place))
                 try:
-                    event = events.get(timeout=0.1)
+                    value = heard.get(timeout=0.1)
                 except queue.Empty:
                     continue
-                if event is None:
+                if value is None:
                     running -= 1
                 else:
-                    emit(event)
+                    gathering.hear(*value)
         finally:
-            stop.set()
-    failures = [share.exception() for share in shares]
-    for failure in sorted(filter(None, failures), key=lambda error: type(error).__name__ == "CancelledError"):
-        raise failure
-    return joined([share.result() for share in shares])
+            stopped.update(range(len(requests)))
+    for part in parts:
+        part.result()
+    return gathering.outcomes()
+
+
+class _Gathering:
+    """What becomes of requests whose images are drawn by several replicas, told as of the whole."""
+
+    def __init__(
+        self,
+        requests: Sequence[ResolvedRequest],
+        shares: Sequence[Sequence[Share]],
+        emit: Callable[[int, Event], None],
+    ) -> None:
+        self._emit = emit
+        self._parts: list[dict[int, Outcome | None]] = [{} for _ in requests]  # by first image
+        for own in shares:
+            for share in own:
+                self._parts[share.place][share.first] = None
+        for place, request in enumerate(requests):
+            emit(place, Started(request.images, request.steps))
+
+    def hear(self, share: Share, value: Event | Outcome) -> None:
+        parts = self._parts[share.place]
+        if isinstance(value, PortableDitError):
+            parts[share.first] = value
+        elif isinstance(value, Finished):
+            parts[share.first] = value.result
+            if all(isinstance(part, Result) for part in parts.values()):
+                self._emit(share.place, Finished(joined(self._results(share.place))))
+        elif not isinstance(value, Result) and (event := moved(value, share.first)) is not None:
+            self._emit(share.place, event)
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        return tuple(self._outcome(place) for place in range(len(self._parts)))
+
+    def _outcome(self, place: int) -> Outcome:
+        errors = [part for part in self._parts[place].values() if isinstance(part, PortableDitError)]
+        # What was stopped because another failed is not the reason.
+        errors.sort(key=lambda error: isinstance(error, CancelledError))
+        return errors[0] if errors else joined(self._results(place))
+
+    def _results(self, place: int) -> list[Result]:
+        parts = self._parts[place]
+        return [part for first in sorted(parts) if isinstance(part := parts[first], Result)]
 
 
 def moved(event: Event, first: int) -> Event | None:
     """An event of a replica as one of the whole request, whose images begin at `first` there."""
     match event:
-        case Started():
+        case Started() | Finished():
             return None
         case Encoded():
             return event if first == 0 else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -21,14 +21,14 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from portable_dit.errors import RankError, RecipeError
+from portable_dit.errors import PortableDitError, RankError, RecipeError
 from portable_dit.loading import Setup
-from portable_dit.parallel.collectives import Pulse, split_evenly
+from portable_dit.parallel.collectives import Pulse
 from portable_dit.request import ResolvedRequest
-from portable_dit.result import Drawn, Event, Result
+from portable_dit.result import Drawn, Event, Finished, Outcome, Result
 from portable_dit.workers import RankReport
 from portable_dit.workers.rank import Rank, Task
-from portable_dit.workers.replicas import joined, moved
+from portable_dit.workers.replicas import Share, joined, moved, shares_of
 from portable_dit.workers.thread import DrawingThread, Tell
 
 V = TypeVar("V")
@@ -73,33 +73,66 @@ class OneOfMany:
 
     def draw(
         self,
-        request: ResolvedRequest,
-        emit: Callable[[Event], None],
-        cancelled: Callable[[], bool],
-        previews: bool,
-    ) -> Result:
-        lengths = split_evenly(request.images, self._data)
-        replica = self._worker.mesh.replica
-        first, images = sum(lengths[:replica]), lengths[replica]
+        requests: Sequence[ResolvedRequest],
+        emit: Callable[[int, Event], None],
+        cancelled: Callable[[int], bool],
+        previews: Sequence[bool],
+    ) -> tuple[Outcome, ...]:
+        shares = shares_of(requests, self._data)
+        own = shares[self._worker.mesh.replica]
 
-        def tell(event: Event) -> None:
-            if self.leads and (known := moved(event, first)) is not None:
-                emit(known)
+        def tell(k: int, event: Event) -> None:
+            if self.leads and (known := moved(event, own[k].first)) is not None:
+                emit(own[k].place, known)
 
         with self._named("drawing"):
-            part = None
-            if images:
-                share = replace(request, seed=request.seed + first, images=images)
-                part = self._thread.call(
-                    lambda soon: self._worker.draw(share, partial(soon, tell), cancelled, previews)
+            parts: tuple[Outcome, ...] = ()
+            if own:
+                parts = self._thread.call(
+                    lambda soon: self._worker.draw(
+                        [share.request for share in own],
+                        partial(soon, tell),
+                        lambda k: cancelled(own[k].place),
+                        [previews[share.place] for share in own],
+                    )
                 )
-            parts = [result for result in self._gathered(part) if result is not None and result.images]
-        if self.leads:
-            whole = joined(parts)
-            for image in range(lengths[0], request.images):  # of other replicas, whose events stay there
-                emit(Drawn(image, whole.images[image]))
-            return whole
-        return self._nothing() if part is None else replace(part, images=())
+            everyone = self._gathered(parts)
+        if not self.leads:
+            outcomes = self._without_pictures(requests, own, parts)
+            for place, outcome in enumerate(outcomes):
+                if isinstance(outcome, Result):
+                    emit(place, Finished(outcome))
+            return outcomes
+        leaders = everyone[:: self._world // self._data]
+        return self._whole(requests, shares, leaders, emit)
+
+    def _whole(
+        self,
+        requests: Sequence[ResolvedRequest],
+        shares: Sequence[Sequence[Share]],
+        outcomes: Sequence[tuple[Outcome, ...]],
+        emit: Callable[[int, Event], None],
+    ) -> tuple[Outcome, ...]:
+        """What became of each request over all replicas, whose other leaders' events stayed there."""
+        whole: list[Outcome] = []
+        for place, request in enumerate(requests):
+            parts = [
+                (share.first, outcome)
+                for own, found in zip(shares, outcomes, strict=True)
+                for share, outcome in zip(own, found, strict=True)
+                if share.place == place
+            ]
+            errors = [part for _, part in parts if isinstance(part, PortableDitError)]
+            if errors:
+                whole.append(errors[0])
+                continue
+            result = joined([part for _, part in parts if isinstance(part, Result)])
+            here = sum(share.request.images for share in shares[0] if share.place == place)
+            for image in range(here, request.images):
+                emit(place, Drawn(image, result.images[image]))
+            emit(place, Finished(result))
+            whole.append(result)
+        return tuple(whole)
 
     def close(self) -> None:
         self._thread.call(lambda tell: self._worker.leave())
@@ -135,10 +168,15 @@ class OneOfMany:
         word: bytes = self._store.get(WORD)
         return word.decode()
 
-    def _nothing(self) -> Result:
-        """The result of a replica that had no image to draw."""
+    def _without_pictures(
+        self, requests: Sequence[ResolvedRequest], own: Sequence[Share], parts: Sequence[Outcome]
+    ) -> tuple[Outcome, ...]:
+        """What this process knows of each request, of which it may have had no image to draw."""
         plan = self._worker.setup.plan
-        return Result((), {}, None, plan.backend, plan.device, plan.kernels, (), ())
+        nothing = Result((), {}, None, plan.backend, plan.device, plan.kernels, (), ())
+        known = {share.place: part for share, part in zip(own, parts, strict=True)}
+        found = [known.get(place, nothing) for place in range(len(requests))]
+        return tuple(replace(one, images=()) if isinstance(one, Result) else one for one in found)
 
 
 def _require_torchrun(world: int) -> None:

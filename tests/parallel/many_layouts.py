@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from portable_dit.drawing import Drawing
 from portable_dit.loading import load_model, set_up
 from portable_dit.models.h3_image import qwen_config
+from portable_dit.models.spec import TensorSplit
+from portable_dit.ops import Dispatch
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.parallel.mesh import Mesh, make_mesh
 from portable_dit.recipe import make_recipe
 from portable_dit.request import Request
+from portable_dit.stages import draw_all
 
 TEXT_LAYERS = 4  # of H3-Image's text encoder, instead of 50
+PROBE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,22 @@ class Job:
     request: Request
     mutation: str | None = None
     trace: bool = False
+    probe: bool = False
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What rank 0 saw. sent: bytes that left each rank in a step, by kind of exchange. rows: of that step."""
+    """What rank 0 saw. sent: bytes that left each rank in a step, by kind of exchange. rows: of that step.
+
+    probed: what layers give that are divided along their in features.
+    """
 
     pixels: np.ndarray | None
     bytes_read: tuple[int, ...] = ()
     sent: tuple[dict[str, int], ...] = ()
     rows: int = 0
     problem: str = ""
+    probed: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -158,9 +167,61 @@ def wrong_branch() -> Callable[[], None]:
     return lambda: setattr(guidance, "own_branches", plain)
 
 
+def scales_not_agreed() -> Callable[[], None]:
+    """Ranks that quantise their part of a row as if it were all of it."""
+    from portable_dit.parallel import parts
+
+    plain = parts.share_input_scales
+    parts.share_input_scales = lambda *arguments, **named: None
+    return lambda: setattr(parts, "share_input_scales", plain)
+
+
 MUTATIONS = {
-    f.__name__: f for f in (drop_the_tail, shared_as_split, sum_not_taken, ring_forgets_a_turn, wrong_branch)
+    f.__name__: f
+    for f in (
+        drop_the_tail,
+        shared_as_split,
+        sum_not_taken,
+        ring_forgets_a_turn,
+        wrong_branch,
+        scales_not_agreed,
+    )
 }
+
+
+@torch.inference_mode()
+def probe(dit: nn.Module, splits: Sequence[TensorSplit], mesh: Mesh | None = None) -> dict[str, torch.Tensor]:
+    """What the first block's layers give that are divided along their in features: [M, N] by name.
+
+    Every rank gives its part of one input, whose largest values lie in the last part.
+    """
+    found = {}
+    for split in splits:
+        if (split.component, split.along) != ("dit", "in"):
+            continue
+        name = split.pattern.replace("*", "0")
+        layer = dit.get_submodule(name)
+        axis = "experts_alike" if split.experts else "tensor"
+        group = None if mesh is None else mesh.group(axis)
+        x, rows = probe_input(name, layer.in_features * (1 if group is None else group.size)), PROBE_ROWS
+        x = x.to(layer.dtype) if group is None else x.chunk(group.size, dim=1)[group.index].to(layer.dtype)
+        if not split.experts:  # which sums over the ranks, unless it is done for it
+            found[name] = layer(x) if group is None or not split.sum_at else group.all_reduce(layer(x))
+            continue
+        each = rows // split.experts
+        ends = torch.arange(1, layer.num_experts + 1, dtype=torch.int32) * each
+        mine = x[layer.first * each : layer.first * each + int(ends[-1])]
+        given = x.new_zeros(rows, layer.out_features)
+        given[layer.first * each : layer.first * each + len(mine)] = layer(mine, Dispatch(None, ends))
+        found[name] = given if mesh is None else mesh.group("tensor").all_reduce(given)
+    return found
+
+
+def probe_input(name: str, columns: int) -> torch.Tensor:
+    """float32 [M, K], the same everywhere."""
+    x = torch.randn(PROBE_ROWS, columns, generator=torch.Generator().manual_seed(sum(name.encode())))
+    x[:, -2] *= 20
+    return x
 
 
 def draw(job: Job, rank: int) -> Answer:
@@ -185,15 +246,17 @@ def _drawn(job: Job, setup: Any, mesh: Mesh) -> Answer:
     traffic, marks = Traffic(), []
     off = traffic.watch() if job.trace else lambda: None
 
-    def tick(event: Any) -> None:
+    def tick(place: int, event: Any) -> None:
         if type(event).__name__ == "Stepped":
             marks.append(dict(traffic.sent))
 
     try:
-        result = Drawing(setup, loaded, request, tick, lambda: False, False).run()
+        (result,) = draw_all(setup, loaded, [request], tick, lambda place: False, [False])
     finally:
         off()
     pixels = result.images[0].pixels if mesh.leads else None
+    splits = setup.spec.tensor_plan if job.probe else ()
+    probed = probe(loaded.model.component("dit"), splits, mesh)
     sent: dict[str, int] = {}
     if job.trace:  # what came between the first and the second step
         sent = {kind: size - marks[0].get(kind, 0) for kind, size in marks[1].items()}
@@ -201,7 +264,8 @@ def _drawn(job: Job, setup: Any, mesh: Mesh) -> Answer:
     dist.all_gather_object(both, (loaded.bytes_read, sent))
     rows = _rows(loaded, request) if job.trace else 0
     loaded.release()
-    return Answer(pixels, tuple(read for read, _ in both), tuple(sent for _, sent in both), rows)
+    reads, sends = zip(*both, strict=True)
+    return Answer(pixels, reads, sends, rows, probed=probed)
 
 
 @torch.inference_mode()

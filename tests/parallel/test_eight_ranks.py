@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -26,12 +27,12 @@ from portable_dit.models.h3_image import qwen_config
 from portable_dit.models.h3_image import random_checkpoint as h3_image
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN
 from portable_dit.models.hunyuan_image_3 import random_checkpoint as hunyuan
-from portable_dit.models.spec import Workload
+from portable_dit.models.spec import Numbers, Workload
 from portable_dit.parallel import mesh
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.recipe import make_recipe
-from portable_dit.sampling import predict
-from portable_dit.traffic import bytes_sent_in_a_step
+from portable_dit.sampling import predict, run_each
+from portable_dit.traffic import KINDS, bytes_sent_in_a_step
 
 WORLD = 8
 PICTURE = np.zeros((80, 96, 3), dtype=np.uint8)
@@ -40,6 +41,7 @@ REQUESTS = {
     "h3-image": Request("put an apple on a table!!!!", references=(PICTURE, PICTURE), size=(192, 128)),
     "hunyuan-image-3": Request("a red apple", steps=2, guidance_scale=4.0),
 }
+IN_8_BITS = (("h3-image", "fp8_row"), ("hunyuan-image-3", "fp8_row"), ("hunyuan-image-3", "fp8_tensor"))
 # Eight heads, so that each of eight ranks can have one.
 H3_IMAGE = replace(
     h3_image.TINY,
@@ -102,12 +104,12 @@ def run_rank(keys: dict[str, object], rank: int) -> Seen:
             prompt, pictures, *size, schedule, 0, guidance=scale, branches=loaded.branches(count)
         )
         latents = model.noise(*size, pictures, 0)
-        run = loaded.runner(denoiser)
-        predict(denoiser, latents, 0, run)
+        run = partial(run_each, run=loaded.runner(denoiser))
+        predict([denoiser], [latents], 0, run)
         traffic = Traffic()
         off = traffic.watch()
         try:
-            velocity = predict(denoiser, latents, 1, run)
+            velocity = predict([denoiser], [latents], 1, run)[0]
             if scale is not None:
                 velocity = loaded.combiner(count, scale, 0.0)(velocity)
         finally:
@@ -129,13 +131,17 @@ def all_groups_fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("all_groups_fake")
-@pytest.mark.parametrize("model", REQUESTS)
-def test_each_rank_of_every_layout_of_eight_has_the_shapes_and_sends_what_the_plan_says(model, recipes):
+@pytest.mark.parametrize(("model", "format"), [*((model, None) for model in REQUESTS), *IN_8_BITS])
+def test_each_rank_of_every_layout_of_eight_has_the_shapes_and_sends_what_the_plan_says(
+    model, format, recipes
+):
+    """In 8 bits with those that ranks agree on: fp8_tensor has them ask both of columns and of rows."""
     layouts = layouts_of(recipes[model])
     assert len(layouts) >= 2
     for number, layout in enumerate(layouts):
         degrees = {f"layout.{axis}": degree for axis, degree in vars(layout).items() if degree > 1}
         keys = {**recipes[model], "device.backend": "cpu", "precision": "float32", **degrees}
+        keys |= {"quantization.dit": format} if format else {}
         first, other = run_rank(keys, 0), run_rank(keys, 1 + number % (WORLD - 1))
         assert first.shape == other.shape, layout
         assert first.bytes_read == other.bytes_read, layout
@@ -154,4 +160,7 @@ def planned(keys: dict[str, object], rows: int) -> dict[str, int]:
     rest = setup.spec.rows(work) // setup.spec.guidance_branches
     branches = setup.spec.branches(request.guidance_scale)
     work = replace(work, prompt_tokens=max(rows - rest, 0))
-    return dict(bytes_sent_in_a_step(setup.spec, work, setup.plan.layout, "float32", branches=branches))
+    format = setup.plan.formats["dit"]
+    held, kinds = Numbers("float32", format, setup.plan.keep), KINDS if format else ()
+    layout = setup.plan.layout
+    return dict(bytes_sent_in_a_step(setup.spec, work, layout, held, branches=branches, quantizing=kinds))

@@ -18,21 +18,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from apart_device import PLUGIN
-from many_layouts import TEXT_LAYERS, Answer, Job, shrink_references
+from many_layouts import TEXT_LAYERS, Answer, Job, probe, probe_input, shrink_references
 
 from portable_dit import Engine, Request
 from portable_dit.catalog import read_spec
+from portable_dit.formats import dequantize_blocks, format_named, quantize_blocks
 from portable_dit.layout import Layout, layout_problems
 from portable_dit.loading import set_up
 from portable_dit.models.h3_image import qwen_config
 from portable_dit.models.h3_image import random_checkpoint as h3_image
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN
 from portable_dit.models.hunyuan_image_3 import random_checkpoint as hunyuan
-from portable_dit.models.spec import Workload
+from portable_dit.models.spec import Numbers, Workload
 from portable_dit.recipe import make_recipe
-from portable_dit.traffic import bytes_sent_in_a_step
+from portable_dit.traffic import KINDS, bytes_sent_in_a_step
 
 HERE = Path(__file__).parent
 TIMEOUT = 400
@@ -133,12 +135,16 @@ def device(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(recipes, device):
-    """The picture of one process: alone(model, numbers). bytes_read: by model, what loading it reads."""
+    """The picture of one process: alone(model, numbers). bytes_read: by model, what loading it reads.
+
+    probed: by model, what its 8-bit layers give, and how far other orders of the same sums may be from it.
+    """
 
     class Alone:
         def __init__(self):
             self.bytes_read: dict[str, int] = {}
             self.known: dict[tuple[str, str], np.ndarray] = {}
+            self.probed: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
 
         def __call__(self, model: str, numbers: str) -> np.ndarray:
             if (model, numbers) not in self.known:
@@ -146,9 +152,31 @@ def alone(recipes, device):
                 with Engine.load(recipe) as engine:
                     self.bytes_read[model] = engine.workers.loaded.bytes_read
                     self.known[model, numbers] = engine.generate(REQUESTS[model]).images[0].pixels
+                    if numbers == "fp8":
+                        self.probed[model] = probe_alone(engine)
             return self.known[model, numbers]
 
     return Alone()
+
+
+def probe_alone(engine: Engine) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What layers give, and a bound of the order of their sums, [M, N] each.
+
+    A sum of K products in float32 is off by K units of the sum of their magnitudes in any order (Higham,
+    Accuracy and Stability of Numerical Algorithms, 3.1), so two orders differ by twice that at most.
+    """
+    model, form = engine.workers.loaded.model, format_named("fp8_row")
+    dit, found = model.component("dit"), {}
+    for name, out in probe(dit, model.spec.tensor_plan).items():
+        layer = dit.get_submodule(name)
+        x = probe_input(name, layer.in_features)
+        seen = dequantize_blocks(*quantize_blocks(x, form, (1, 0)), form, (1, 0)).abs()
+        values, scales = layer.packed_values.float(), layer.packed_scales
+        weights = (values * scales).abs().view(-1, *values.shape[-2:])  # [experts or 1, N, K]
+        parts = zip(seen.chunk(len(weights)), weights, strict=True)
+        magnitude = torch.cat([rows @ weight.T for rows, weight in parts])
+        found[name] = out, 2 * layer.in_features * 2.0**-24 * magnitude
+    return found
 
 
 def jobs_for(world: int, recipes, device) -> list[Job]:
@@ -163,8 +191,9 @@ def jobs_for(world: int, recipes, device) -> list[Job]:
             for numbers, offload in product(NUMBERS, OFFLOAD):
                 wish = {**keys, **device, **degrees, **NUMBERS[numbers], **OFFLOAD[offload]}
                 name = f"{model}|{label(layout)}|{numbers}|{offload}"
-                trace = (numbers, offload) == ("float32", "resident")
-                jobs.append(Job(name, wish, REQUESTS[model], trace=trace))
+                trace = offload == "resident" and numbers != "bfloat16"
+                probe = trace and numbers == "fp8" and "tensor" in layout
+                jobs.append(Job(name, wish, REQUESTS[model], trace=trace, probe=probe))
     return jobs
 
 
@@ -178,6 +207,8 @@ MUTATIONS = (
     ("ring_forgets_a_turn", "h3-image", {"ring": 2}),
     ("wrong_branch", "hunyuan-image-3", {"guidance": 2}),
 )
+# Seen by what layers give, since a picture moves less by it than by the format.
+SCALES_APART = ("h3-image", "hunyuan-image-3")
 
 
 def faults_for(recipes, device) -> list[Job]:
@@ -187,6 +218,10 @@ def faults_for(recipes, device) -> list[Job]:
         degrees = {f"layout.{axis}": degree for axis, degree in layout.items()}
         wish = {**recipes[model], **device, **degrees, **NUMBERS["float32"]}
         jobs.append(Job(f"{number} {mutation} {model}", wish, REQUESTS[model], mutation=mutation))
+    for model in SCALES_APART:
+        wish = {**recipes[model], **device, "layout.tensor": 2, **NUMBERS["fp8"]}
+        fault = "scales_not_agreed"
+        jobs.append(Job(f"{fault} {model}", wish, REQUESTS[model], mutation=fault, probe=True))
     return jobs
 
 
@@ -289,14 +324,43 @@ def test_the_plan_says_what_each_rank_sends_in_a_step(drawn):
             sizes = tuple(reference.size for reference in request.references)
             words = Workload(request.width, request.height, 0, sizes)
             rest = setup.spec.rows(words) // setup.spec.guidance_branches
+            format = setup.plan.formats["dit"]
             said = bytes_sent_in_a_step(
                 setup.spec,
                 replace(words, prompt_tokens=max(answer.rows - rest, 0)),
                 setup.plan.layout,
-                "float32",
+                Numbers("float32", format, setup.plan.keep),
                 branches=setup.spec.branches(request.guidance_scale),
+                quantizing=KINDS if format else (),
             )
             assert answer.sent[0] == said, job.name
+
+
+def test_layers_that_quantise_their_input_differ_from_one_process_in_the_order_of_sums_alone(drawn, alone):
+    jobs, answers = drawn
+    for job in jobs:
+        if job.probe:
+            model = job.name.split("|")[0]
+            assert not too_far(answers[job.name], model, alone), job.name
+
+
+def too_far(answer: Answer, model: str, alone) -> list[str]:
+    """Layers whose results are further from one process's than another order of the sums explains."""
+    alone(model, "fp8")
+    assert len(alone.probed[model]) >= 2
+    return [
+        name
+        for name, (wanted, bound) in alone.probed[model].items()
+        if not bool(((answer.probed[name] - wanted).abs() <= bound).all())
+    ]
+
+
+@pytest.mark.parametrize("drawn", [2], indirect=True, ids=["2-processes"])
+def test_scales_that_ranks_do_not_agree_on_are_seen(drawn, alone):
+    _, answers = drawn
+    for model in SCALES_APART:
+        answer = answers[f"scales_not_agreed {model}"]
+        assert too_far(answer, model, alone) == list(answer.probed), answer.problem
 
 
 @pytest.mark.parametrize("drawn", [2], indirect=True, ids=["2-processes"])

@@ -91,6 +91,19 @@ class HandsOver(CpuBackend):
         return {op: [FusedOp(op, "makes_int8", f, quantized=quantized(f))] for op, f in ops_}
 
 
+def test_a_seam_with_a_part_of_what_devices_round_together_hands_over_a_tensor() -> None:
+    for agree in (None, lambda largest: largest):
+        net = H3Transformer(DIT)
+        backend = HandsOver()
+        quantize(net, format="int8_row", keep=(), backend=backend, kernel_id="int8_matmul", only=("blocks",))
+        for block in net.blocks:
+            block.mlp.fc2.agree = agree
+        bind(net, backend, {"norm_modulate": "makes_int8", "swiglu": "makes_int8"}, producers=PRODUCERS)
+        kept = [block.mlp.act.run is ops.swiglu for block in net.blocks]
+        assert kept == [agree is not None] * len(net.blocks)
+        assert not any(block.norm1.run is ops.norm_modulate for block in net.blocks)
+
+
 def test_a_seam_makes_the_8_bit_input_of_the_layer_that_alone_reads_it() -> None:
     """The picture is the same bit for bit, since both round the same numbers."""
     config = DIT

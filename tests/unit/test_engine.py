@@ -147,7 +147,8 @@ def test_closing_a_stream_stops_the_drawing(engine):
 
 
 def test_a_cancelled_request_raises_and_the_engine_goes_on(engine):
-    wishes = iter([False, False, False, True])  # before the picture, and before each of its steps
+    # Before the prompt, before the picture, and before each of its steps.
+    wishes = iter([False, False, False, False, True])
 
     with pytest.raises(CancelledError, match="after 2 of 6 steps"):
         engine.generate("a red apple", cancelled=lambda: next(wishes))

@@ -15,12 +15,15 @@ ALWAYS = "GraphLimits(supported=True, default_on=True)"
 @pytest.fixture
 def apart(shelf, tiny_recipe):
     """Loads the tiny model on the device apart: apart(arguments of its backend, overrides)."""
+    installed = []
 
     def load(arguments, overrides=None, **wishes):
-        shelf.install(
-            "apart",
-            "from portable_dit.capabilities import GraphLimits" + PLUGIN.format(arguments=arguments),
-        )
+        if arguments not in installed:
+            installed.append(arguments)
+            shelf.install(
+                "apart",
+                "from portable_dit.capabilities import GraphLimits" + PLUGIN.format(arguments=arguments),
+            )
         return Engine.load(tiny_recipe, {"device.backend": "apart", **(overrides or {})}, **wishes)
 
     return load
@@ -110,3 +113,46 @@ def test_a_capture_that_fails_is_refused_when_strict(apart):
         pytest.raises(BackendError, match=r"strict: graphs\.dit.*--enforce-eager"),
     ):
         engine.generate("a red apple")
+
+
+def test_with_room_for_one_size_each_is_captured_anew_and_draws_the_same(apart, eager):
+    sizes = ((96, 64), (128, 96), (96, 64), (96, 64))
+    with apart(ALWAYS) as graphed:
+        for size in sizes[:2]:
+            graphed.generate(Request("a red apple", size=size))
+        both = graphed.setup.backend.held()
+    with apart(ALWAYS, {"graphs.memory_gib": (both - 1) / 2**30}) as graphed:
+        counts = []
+        for size in sizes:
+            request = Request("a red apple", size=size)
+            result = graphed.generate(request)
+            assert np.array_equal(result.images[0].pixels, eager.generate(request).images[0].pixels)
+            assert result.changes == ()
+            assert graphed.setup.backend.held() < both
+            counts.append(len(graphed.setup.backend.captured))
+    assert counts == [2, 4, 6, 6]
+
+
+def test_a_call_that_is_larger_than_its_memory_runs_eagerly_with_a_note(apart, eager):
+    little = {"graphs.memory_gib": 1e-6}
+    with apart(ALWAYS, little) as engine:
+        result = engine.generate("a red apple")
+        assert engine.setup.backend.held() == 0
+    assert any("graphs.dit: a captured call would hold more" in change for change in result.changes)
+    assert "graphs.memory_gib" in " ".join(result.images[0].record["notes"])
+    assert np.array_equal(result.images[0].pixels, eager.generate("a red apple").images[0].pixels)
+    with (
+        apart(ALWAYS, little, strict=True) as engine,
+        pytest.raises(BackendError, match=r"graphs\.memory_gib"),
+    ):
+        engine.generate("a red apple")
+
+
+def test_a_text_encoder_without_room_gets_that_of_captured_calls(apart, eager):
+    with apart(f"{ALWAYS}, beside=0", {"prompt_cache_mib": 0}) as engine:
+        assert not any("let go" in note for note in engine.generate("a red apple").notes)
+        result = engine.generate("a green apple")
+    assert any("captured calls were let go" in note for note in result.notes)
+    assert result.changes == ()
+    assert "let go" not in " ".join(result.images[0].record["notes"])
+    assert np.array_equal(result.images[0].pixels, eager.generate("a green apple").images[0].pixels)

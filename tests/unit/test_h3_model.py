@@ -16,7 +16,7 @@ from portable_dit.errors import RequestError, WeightsError
 from portable_dit.models.h3_image.config import H3Config, SchedulerConfig
 from portable_dit.models.h3_image.model import H3Image, build
 from portable_dit.models.h3_image.packing import pack, patchify, unpatchify
-from portable_dit.sampling import denoise, draw_noise, euler_step, predict
+from portable_dit.sampling import denoise, draw_noise, euler_step, predict, run_together
 
 WIDTH, HEIGHT = 96, 64
 
@@ -43,13 +43,12 @@ def draw(
     references: tuple[np.ndarray, ...] = (),
     seeds: tuple[int, ...] = (0,),
 ) -> Tensor:
-    """Latents of one picture for each seed, drawn together."""
+    """Latents of one picture for each seed, side by side where there are several."""
     schedule = model.schedule(6)
-    denoiser = model.prepare(
-        model.encode_prompt(prompt, references), references, WIDTH, HEIGHT, schedule, seeds[0]
-    )
-    noise = torch.stack([draw_noise(model.latent_shape(WIDTH, HEIGHT), seed) for seed in seeds])
-    return denoise(denoiser, noise, schedule)
+    states = model.encode_prompt(prompt, references)
+    denoisers = [model.prepare(states, references, WIDTH, HEIGHT, schedule, seed) for seed in seeds]
+    noises = [draw_noise((1, *model.latent_shape(WIDTH, HEIGHT)), seed) for seed in seeds]
+    return torch.cat(list(denoise(denoisers, noises, schedule, run=run_together).values()))
 
 
 def test_the_same_request_twice_is_the_same_to_the_bit(model: H3Image) -> None:
@@ -73,9 +72,11 @@ def test_seed_prompt_and_references_each_change_the_picture(model: H3Image) -> N
 
 
 def test_a_picture_does_not_depend_on_its_batch_mates(model: H3Image) -> None:
-    both = draw(model, seeds=(3, 4))
-    for i, seed in enumerate((3, 4)):
-        assert torch.allclose(both[i : i + 1], draw(model, seeds=(seed,)), atol=1e-4)
+    for pictures in ((), (reference(1),)):  # whose noise is the seed's
+        both = draw(model, references=pictures, seeds=(3, 4))
+        for i, seed in enumerate((3, 4)):
+            alone = draw(model, references=pictures, seeds=(seed,))
+            assert torch.allclose(both[i : i + 1], alone, atol=1e-4)
 
 
 @torch.no_grad()
@@ -120,7 +121,7 @@ def steps_of(model: H3Image) -> list[Tensor]:
     schedule, seen = model.schedule(6), []
     denoiser = model.prepare(model.encode_prompt("a cat", ()), (), WIDTH, HEIGHT, schedule, 0)
     noise = draw_noise((1, *model.latent_shape(WIDTH, HEIGHT)), 0)
-    denoise(denoiser, noise, schedule, on_step=lambda step, latents: seen.append(latents))
+    denoise([denoiser], [noise], schedule, on_step=lambda step, latents: seen.append(latents[0]))
     return seen
 
 
@@ -174,7 +175,7 @@ def test_tables_are_made_where_the_transformer_computes_of_weights_that_wait_on_
     assert all(block.table.is_meta for block in denoiser.blocks)
     latents = torch.empty(1, *model.latent_shape(WIDTH, HEIGHT), device="meta")
     for step in range(6):
-        assert predict(denoiser, latents, step).is_meta
+        assert predict([denoiser], [latents], step)[0].is_meta
 
 
 def test_another_number_of_steps_is_refused(model: H3Image) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from apart_device import PLUGIN
 
-from portable_dit.drawing import Drawing
 from portable_dit.engine import Engine
 from portable_dit.errors import CancelledError, RecipeError, RequestError, WeightsError
 from portable_dit.loading import load_model, set_up
@@ -22,6 +21,8 @@ from portable_dit.quantize import QuantizedExpertLinear, QuantizedLinear, quanti
 from portable_dit.recipe import Recipe
 from portable_dit.request import Request
 from portable_dit.result import STAGES, Stepped
+from portable_dit.sampling import predict, run_together
+from portable_dit.stages import draw_all
 from portable_dit.tiles import run_tiles
 from portable_dit.weights import Checkpoint, as_tensor
 
@@ -68,6 +69,30 @@ def test_images_of_one_request_are_those_of_their_seeds(engine, picture):
     assert np.array_equal(both.images[0].pixels, picture)
     alone = engine.generate(replace(WISH, seed=43)).images[0].pixels
     assert np.array_equal(both.images[1].pixels, alone)
+
+
+def test_the_prefix_runs_once_for_all_images_of_a_request_and_anew_for_another(engine, picture, monkeypatch):
+    dit = engine.workers.loaded.model.dit
+    runs, plain = [], dit.prefill
+
+    def prefill(states):
+        runs.append(states.shape)
+        return plain(states)
+
+    monkeypatch.setattr(dit, "prefill", prefill)
+    both = engine.generate(replace(WISH, images=2))
+    assert len(runs) == 1
+    assert np.array_equal(both.images[0].pixels, picture)
+    others = (
+        replace(WISH, prompt="a pear"),
+        replace(WISH, size=SIZE[::-1]),
+        replace(WISH, guidance_scale=1.0),
+    )
+    apart = [engine.generate(other).images[0].pixels for other in others]
+    assert len(runs) == 4
+    assert np.array_equal(engine.generate(WISH).images[0].pixels, picture)
+    for number, other in enumerate(others):
+        assert np.array_equal(engine.generate(other).images[0].pixels, apart[number])
 
 
 @pytest.mark.parametrize(
@@ -278,8 +303,14 @@ def test_everything_of_a_request_arrives_at_the_model_and_comes_back(checkpoint,
     loaded = load_model(setup)
     model = Noting(loaded.model)
     request = setup.resolve(wish)
-    drawing = Drawing(setup, replace(loaded, model=model), request, lambda event: None, lambda: False, False)
-    result = drawing.run()
+    (result,) = draw_all(
+        setup,
+        replace(loaded, model=model),
+        [request],
+        lambda place, event: None,
+        lambda place: False,
+        [False],
+    )
     encode, prepare, noise = (model.given[stage] for stage in ("encode_prompt", "prepare", "noise"))
     assert (encode["prompt"], encode["system_prompt"]) == ("a red apple", system)
     assert encode["references"] == []
@@ -376,3 +407,21 @@ def test_offload_draws_the_same_picture(checkpoint, picture, shelf, offload, for
         with Engine.load(recipe(checkpoint, **changes)) as resident:
             picture = resident.generate(WISH).images[0].pixels
     assert np.array_equal(pixels, picture)
+
+
+@torch.inference_mode()
+def test_requests_of_one_length_side_by_side_draw_what_each_draws_alone(checkpoint):
+    """Up to the order of sums, which is why no plan lets them: how many rows an expert takes changes."""
+    model = load_model(set_up(recipe(checkpoint))).model
+    schedule, asked = model.schedule(3), {"guidance": WISH.guidance_scale, "branches": (0, 1)}
+    denoisers, latents = [], []
+    for seed, words in enumerate(("a red apple", "a red house")):
+        states = model.encode_prompt(words, (), None)
+        denoisers.append(model.prepare(states, (), 128, 512, schedule, seed, **asked))
+        latents.append(model.noise(128, 512, (), seed))
+    together = predict(denoisers, latents, 1, run_together)
+    alone = predict(denoisers, latents, 1)
+    for one, other in zip(together, alone, strict=True):
+        assert one.shape == (2, 8, 32, 8)
+        assert torch.allclose(one, other, atol=1e-4)
+    assert not torch.allclose(alone[0], alone[1], atol=1e-2)

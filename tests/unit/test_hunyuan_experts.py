@@ -14,7 +14,16 @@ from portable_dit.cpu import CpuBackend
 from portable_dit.errors import BackendError, WeightsError
 from portable_dit.formats import QuantizedRows, encode, format_named, quantize_blocks
 from portable_dit.grouped_products import GroupedRowExperts, grouped_linear
-from portable_dit.ops import Dispatch, ExpertLinear, Experts, Router, combine_experts, expert_linear, route
+from portable_dit.ops import (
+    Dispatch,
+    ExpertLinear,
+    Experts,
+    Router,
+    combine_experts,
+    deal,
+    expert_linear,
+    route,
+)
 from portable_dit.quantize import QuantizedExpertLinear, quantization_report, quantize, quantized_weights
 from portable_dit.scaled_products import ScaledRowLinear
 
@@ -141,6 +150,36 @@ def test_what_a_kernel_leaves_behind_the_last_end_reaches_nobody():
     assert torch.equal(part(rows(3), *choice), wanted)
     assert wanted[0].eq(0).all()
     assert wanted[1].ne(0).any()
+
+
+@pytest.mark.parametrize(("first", "held"), [(0, 64), (0, 16), (48, 16), (5, 1)])
+def test_choices_are_dealt_out_as_a_sort_of_their_numbers_does_it(first, held):
+    """In the order of rows within an expert, those of experts elsewhere last, to the bit."""
+    index = torch.stack(
+        [torch.randperm(64, generator=torch.Generator().manual_seed(n))[:8] for n in range(99)]
+    )
+    dispatch, places = deal(index, first, held, 64)
+    here = index - first
+    owners, order = torch.where((here >= 0) & (here < held), here, held).flatten().sort(stable=True)
+    assert dispatch.rows.tolist() == (order // 8).tolist()
+    assert dispatch.ends.tolist() == [int((owners <= expert).sum()) for expert in range(held)]
+    assert dispatch.ends.dtype is torch.int32
+    assert torch.equal(order[places.flatten()], torch.arange(99 * 8))
+
+
+def test_both_layers_of_a_mixture_ask_the_device_once_where_rows_end():
+    dispatch, _ = deal(torch.tensor([[0, 3], [2, 0]]), 0, 4, 4)
+    asked = []
+
+    def make(ends):
+        asked.append(ends)
+        return ends.tolist()
+
+    assert dispatch.once("counts", make) == dispatch.in_order().once("counts", make) == [2, 2, 3, 4]
+    assert len(asked) == 1
+    assert dispatch.in_order().rows is None
+    assert dispatch.parts() is dispatch.in_order().parts()
+    assert dispatch.parts() == [(0, slice(0, 2)), (2, slice(2, 3)), (3, slice(3, 4))]
 
 
 @torch.no_grad()
@@ -369,5 +408,6 @@ def test_the_conformance_cases_tell_a_wrong_sum_and_a_wrong_product():
         ("route", lambda x, weight, top_k: route(x, weight.flip(0), top_k)),
         ("combine_experts", lambda x, places, shares: combine_experts(x, places.flip(1), shares)),
         ("expert_linear", lambda x, weight, dispatch: expert_linear(x, weight.flip(0), dispatch)),
+        ("deal", lambda index, first, held, count: deal(index.flip(1), first, held, count)),
     ):
         assert {o.status for o in check_expert_seams(FusedOp(op, "wrong", wrong), *arguments)} == {"fail"}

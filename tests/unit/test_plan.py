@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mini_configs import MINI
 
+from portable_dit.backend import EmulatedLinear, ExpertKernel, LinearKernel
 from portable_dit.capabilities import AttentionRequest, KernelLists, LinearRequest, Reject
 from portable_dit.errors import RecipeError
 from portable_dit.layout import Layout, layout_problems, split_problems
@@ -17,7 +18,7 @@ from portable_dit.machine_file import load_machine
 from portable_dit.models import read_spec
 from portable_dit.models.h3_image.spec import make_spec
 from portable_dit.models.spec import LinearGroup, TensorSplit, Workload
-from portable_dit.plan import make_plan
+from portable_dit.plan import default_workload, make_plan
 from portable_dit.recipe import make_recipe
 
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
@@ -35,6 +36,7 @@ class TestKernel:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     largest: int = 1 << 20
     exact: bool = True
+    quantizes_input: bool = True
 
     def check(self, request, capabilities):
         if request.dtype not in self.dtypes:
@@ -151,6 +153,71 @@ def test_parts_of_layers_end_where_the_blocks_of_their_format_do():
     problems = split_problems(narrow, Layout(tensor=2), {"dit": "fp8_block128"})
     assert "must be whole blocks of 128 fp8_block128 values, and 7200 is none" in problems[0]
     assert split_problems(narrow, Layout(tensor=2), {"dit": "fp8_row"}) == []
+
+
+def test_channels_that_a_format_turns_together_are_not_cut_apart():
+    narrow = replace(
+        FULL_SPEC,
+        tensor_plan=(TensorSplit("dit", "blocks.*.mlp.fc2", "in"),),
+        linears=(LinearGroup("dit", "blocks.*.mlp.fc2", 50, 13824, 5376),),
+    )
+    assert not split_problems(narrow, Layout(tensor=2), {"dit": "int8_row_rotated"})
+    (problem,) = split_problems(narrow, Layout(tensor=4), {"dit": "int8_row_rotated"})
+    assert "turns 256 neighbouring channels of blocks.*.mlp.fc2 together, and parts of 3456" in problem
+    assert "quantization.dit=int8_row." in problem
+    assert split_problems(narrow, Layout(tensor=4), {"dit": "int8_row"}) == []
+
+
+class OwnScales(EmulatedLinear):
+    """A kernel of another package that quantises its input as if all of it were there."""
+
+    agrees = False
+
+
+def test_a_kernel_that_scales_a_part_of_a_row_by_itself_does_not_serve_one_that_is_divided():
+    kernels = KernelLists(linear={"fp8_row": (OwnScales("fp8_row", "own"), EmulatedLinear("fp8_row"))})
+    wish = {"quantization": {"dit": "fp8_row"}}
+    alone = planned(wish, spec=FULL_SPEC, on="h200", kernels=kernels)
+    assert alone.choices("dit")["linear:fp8_row"] == "own"
+    divided = planned({**wish, "layout": {"tensor": 2}}, spec=FULL_SPEC, on="h200", kernels=kernels)
+    assert divided.choices("dit")["linear:fp8_row"] == "emulated"
+    (refusal,) = (r for r in divided.refusals if r.kernel == "own")
+    assert refusal.code == "divided"
+    assert "numbers would depend on how many there are" in refusal.detail
+
+
+def test_ranks_that_share_a_row_tell_each_other_its_largest_and_the_plan_counts_it():
+    emulated, plain = (
+        KernelLists(linear={format: (kernel(format),) for format in ("fp8_row", "mxfp8")})
+        for kernel in (EmulatedLinear, LinearKernel)
+    )
+    sent = {
+        (format, kernels): planned(
+            {"quantization": {"dit": format}, "layout": {"tensor": 2}},
+            spec=FULL_SPEC,
+            on="h200",
+            kernels=lists,
+        ).traffic["all_reduce"]
+        for format in ("fp8_row", "mxfp8")
+        for kernels, lists in (("emulated", emulated), ("plain", plain))
+    }
+    rows = FULL_SPEC.rows(default_workload(FULL_SPEC))
+    assert sent["fp8_row", "emulated"] - sent["fp8_row", "plain"] == 2 * FULL_SPEC.num_blocks * 4 * rows
+    assert sent["mxfp8", "emulated"] == sent["mxfp8", "plain"] == sent["fp8_row", "plain"]
+
+
+def test_one_scale_for_rows_that_devices_scale_apart_is_noted():
+    hunyuan = read_spec("hunyuan-image-3", "random")
+    kernels = KernelLists(
+        linear={"fp8_tensor": (EmulatedLinear("fp8_tensor"),)},
+        experts={"fp8_tensor": (ExpertKernel(EmulatedLinear("fp8_tensor")),)},
+    )
+    for layout, said in ({"guidance": 2}, True), ({"tensor": 2}, False), ({"ulysses": 2}, False):
+        wish = {"quantization": {"dit": "fp8_tensor"}, "layout": layout, "precision": "bfloat16"}
+        plan = planned(wish, spec=hunyuan, on="h200", kernels=kernels)
+        notes = [note.text for note in plan.notes if note.code == "scales_apart"]
+        assert bool(notes) == said, layout
+        assert not said or "each device of layout.guidance=2 has one for its own" in notes[0]
 
 
 SPLITTABLE = replace(FULL_SPEC, supported_layouts=tuple(Layout.__dataclass_fields__))

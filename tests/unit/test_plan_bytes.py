@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mini_configs import MINI
 
 from portable_dit.capabilities import KernelLists
+from portable_dit.footprint import USABLE_SHARE
 from portable_dit.formats import FORMATS, QUANTIZED
 from portable_dit.machine_file import load_machine
 from portable_dit.models import read_spec
@@ -245,3 +246,62 @@ def test_references_are_brought_to_the_rule_of_the_checkpoint():
         spec = make_spec("x", replace(MINI, scheduler=scheduler))
         assert spec.reference_size(*size, canvas=(256, 256)) == wanted
         assert spec.reference_size(*size, canvas=(512, 512)) == wanted
+
+
+def test_captured_calls_may_hold_what_the_plan_leaves_up_to_a_quarter_of_the_device():
+    roomy = planned(on="h200")
+    assert roomy.bytes.graphs == int(0.25 * roomy.bytes.device_limit)
+    tight = planned({"quantization": {"dit": "fp8_row"}, "device": {"memory_gib": 76.0}}, on="h200")
+    size = tight.bytes
+    assert tight.fits
+    assert 0 < size.graphs < 0.25 * size.device_limit
+    assert size.peak + size.graphs == int(0.97 * size.device_limit)
+    assert planned({"graphs": {"dit": False, "vae": False}}, on="h200").bytes.graphs == 0
+    moved = planned({"offload": {"dit": "layerwise", "vae": "component"}}, on="h200")
+    assert moved.bytes.graphs == 0
+
+
+def test_memory_that_is_asked_for_graphs_is_planned_with_and_refused_where_there_is_none():
+    wish = {"quantization": {"dit": "fp8_row"}, "device": {"memory_gib": 76.0}}
+    some = planned({**wish, "graphs": {"memory_gib": 1.5}}, on="h200")
+    assert some.fits
+    assert some.bytes.graphs == 3 << 29
+    much = planned({**wish, "graphs": {"memory_gib": 50.0}}, on="h200")
+    assert not much.fits
+    assert "50.00 GiB for graphs. It would with graphs.memory_gib=" in much.verdict
+    enough = float(much.verdict.split("graphs.memory_gib=")[1].rstrip("."))
+    assert planned({**wish, "graphs": {"memory_gib": enough}}, on="h200").fits
+    none = planned({**wish, "graphs": {"dit": False, "vae": False, "memory_gib": 50.0}}, on="h200")
+    assert none.fits
+    assert any("graphs.memory_gib=50 is for nothing" in note.text for note in none.notes)
+
+
+def test_a_batch_takes_the_activations_of_as_many_pictures_and_no_more_weights():
+    one, four = (planned({"batch": count}, workload=Workload(2048, 2048, 512)) for count in (1, 4))
+    assert four.bytes.components["dit"].activations == 4 * one.bytes.components["dit"].activations
+    assert four.bytes.components["dit"].weights == one.bytes.components["dit"].weights
+    for stage in ("load", "text_encoder", "vae"):
+        assert four.bytes.stages[stage] == one.bytes.stages[stage]
+    assert four.workload.batch == 4
+    assert four.digest == one.digest, "it decides no picture, so the file does not tell of it"
+
+
+@pytest.mark.parametrize("layout", [{}, {"ulysses": 2}, {"tensor": 2}])
+def test_fewer_pictures_at_once_are_planned_where_all_would_not_fit(layout):
+    """Also what ranks send to each other is there for each picture."""
+    workload = Workload(4096, 4096, 512)
+    sizes = {n: planned({"layout": layout, "batch": n}, workload=workload).bytes for n in (1, 3)}
+    several, one = (sizes[n].components["dit"].activations for n in (3, 1))
+    assert several == pytest.approx(3 * one, rel=1e-6)
+    each = (sizes[3].stages["dit"] - sizes[1].stages["dit"]) / 2
+    room = (sizes[1].stages["dit"] + 2.5 * each) / USABLE_SHARE / 2**30
+    keys = {
+        "layout": layout,
+        "batch": 8,
+        "device": {"memory_gib": room},
+        "graphs": {"dit": False, "vae": False},
+    }
+    plan = planned(keys, workload=workload)
+    assert plan.fits
+    assert plan.workload.batch == 3
+    assert "the DiT takes 3 pictures at once instead of 8, to fit" in [note.text for note in plan.notes]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from portable_dit.formats import decode, encode
-from portable_dit.rotation import hadamard, rotate, rotated_together
+from portable_dit.models.spec import rotated_together
+from portable_dit.rotation import hadamard, rotate
 
 
 @pytest.mark.parametrize("size", [1, 4, 16, 64, 256])

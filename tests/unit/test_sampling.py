@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from portable_dit.errors import CancelledError
 from portable_dit.models.spec import Schedule
 from portable_dit.sampling import denoise, draw_noise, euler_step, shift_sigmas, times_of, uniform_sigmas
 
@@ -65,7 +64,7 @@ def test_a_shift_that_is_not_positive_is_refused(shift: float) -> None:
 
 def test_a_velocity_at_the_picture_leads_to_the_picture() -> None:
     picture = draw_noise((1, 4, 8, 8), 1)
-    latents = denoise(TowardsPicture(picture), draw_noise((1, 4, 8, 8), 0), SCHEDULE)
+    latents = denoise([TowardsPicture(picture)], [draw_noise((1, 4, 8, 8), 0)], SCHEDULE)[0]
     assert torch.allclose(latents, picture, atol=1e-5)
 
 
@@ -73,14 +72,14 @@ def test_every_step_runs_once_and_in_order_and_is_told() -> None:
     denoiser = TowardsPicture(torch.zeros(1, 4, 8, 8))
     told: list[tuple[int, Tensor]] = []
     result = denoise(
-        denoiser,
-        draw_noise((1, 4, 8, 8), 0),
+        [denoiser],
+        [draw_noise((1, 4, 8, 8), 0)],
         SCHEDULE,
-        on_step=lambda step, latents: told.append((step, latents)),
+        on_step=lambda step, latents: told.append((step, latents[0])),
     )
     assert denoiser.steps == [0, 1, 2, 3, 4, 5]
     assert [step for step, _ in told] == [1, 2, 3, 4, 5, 6]
-    assert torch.equal(told[-1][1], result)
+    assert torch.equal(told[-1][1], result[0])
 
 
 def test_the_last_step_lands_on_the_clean_estimate() -> None:
@@ -91,12 +90,23 @@ def test_the_last_step_lands_on_the_clean_estimate() -> None:
 
 def test_the_noise_handed_in_is_not_changed() -> None:
     noise = draw_noise((1, 4, 8, 8), 0)
-    denoise(TowardsPicture(torch.zeros(1, 4, 8, 8)), noise, SCHEDULE)
+    denoise([TowardsPicture(torch.zeros(1, 4, 8, 8))], [noise], SCHEDULE)
     assert torch.equal(noise, draw_noise((1, 4, 8, 8), 0))
 
 
-def test_a_cancelled_request_stops_at_the_next_step() -> None:
+def test_a_picture_that_is_not_wanted_any_more_leaves_before_the_next_step_and_the_others_stay() -> None:
+    pictures = [draw_noise((1, 4, 8, 8), seed) for seed in (1, 2)]
+    left, stays = (TowardsPicture(picture) for picture in pictures)
+    noises = [draw_noise((1, 4, 8, 8), seed) for seed in (3, 4)]
+    latents = denoise(
+        [left, stays], noises, SCHEDULE, leaves=lambda place: place == 0 and len(left.steps) == 2
+    )
+    assert (left.steps, stays.steps) == ([0, 1], [0, 1, 2, 3, 4, 5])
+    assert list(latents) == [1]
+    assert torch.equal(latents[1], denoise([TowardsPicture(pictures[1])], noises[1:], SCHEDULE)[0])
+
+
+def test_when_nobody_is_left_no_step_is_made() -> None:
     denoiser = TowardsPicture(torch.zeros(1, 4, 8, 8))
-    with pytest.raises(CancelledError, match="after 2 of 6 steps"):
-        denoise(denoiser, draw_noise((1, 4, 8, 8), 0), SCHEDULE, cancelled=lambda: len(denoiser.steps) == 2)
-    assert denoiser.steps == [0, 1]
+    assert denoise([denoiser], [draw_noise((1, 4, 8, 8), 0)], SCHEDULE, leaves=lambda place: True) == {}
+    assert denoiser.steps == []

@@ -14,7 +14,7 @@ from portable_dit.layout import Layout
 from portable_dit.machine_file import load_machine
 from portable_dit.models import read_spec
 from portable_dit.models.spec import Numbers, Workload
-from portable_dit.scaling import OURS, Prediction, Reached, predict, rank_layouts
+from portable_dit.scaling import EXCHANGE_SECONDS, OURS, Prediction, Reached, predict, rank_layouts
 
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
 H3, HUNYUAN = read_spec("h3-image", "random"), read_spec("hunyuan-image-3", "random")
@@ -27,7 +27,7 @@ BLACKWELL = {
     "gb200": Reached(eight_bits=0.53, attention=0.225, decode=0.045, **OTHERS),
     "rubin": Reached(eight_bits=0.45, attention=0.40, decode=0.045, **OTHERS),
 }
-EAGER = Reached(eight_bits=0.20, attention=0.21, link=0.25, decode=0.25, **OTHERS)
+EAGER = Reached(eight_bits=0.20, attention=0.21, link=0.15, decode=0.25, **OTHERS)
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,21 @@ def test_more_devices_are_quicker_and_pay_for_it_in_exchanges():
     shares = [p.exchange_share for p in ulysses]
     assert shares == sorted(shares)
     assert shares[0] > 0
+
+
+def test_ranks_that_agree_on_scales_pay_for_it_and_those_with_blocks_of_their_own_do_not():
+    figure = Published("h200", HUNYUAN_WORK, Layout(tensor=4), 0.0)
+    seconds = {
+        format: predicted(HUNYUAN, figure, format, steps=50, branches=2).parts["exchanges"]
+        for format in (None, "fp8_row", "fp8_block128")
+    }
+    layers, rows = HUNYUAN.num_blocks, HUNYUAN.rows(HUNYUAN_WORK)
+    link = load_machine(MACHINES / "h200.json").link_bandwidth * OURS.link
+    # o_proj and the shared down_proj have a number for each row, the experts' one for each row they see.
+    numbers_sent = layers * rows * (1 + 1 + HUNYUAN.experts_per_row)
+    agreed = 3 * layers * EXCHANGE_SECONDS + 1.5 * 4 * numbers_sent / link
+    assert seconds["fp8_row"] - seconds[None] == pytest.approx(agreed)
+    assert seconds["fp8_block128"] == seconds[None]
 
 
 def test_a_machine_that_declares_nothing_is_refused():

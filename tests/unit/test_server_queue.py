@@ -99,7 +99,7 @@ def test_a_full_queue_says_when_to_come_again_from_what_it_measured():
         queue = FairQueue(Limits(queue=4))
         one = ticket()
         queue.put(one)
-        queue.measured(await queue.take(), 10.0)
+        queue.measured([await queue.take()], 10.0)
         for _ in range(4):
             queue.put(ticket())
         assert queue.seconds_ahead() == pytest.approx(40.0)
@@ -199,3 +199,55 @@ def test_a_cancel_reaches_the_worker_once_and_the_first_end_stays():
         assert "first" in one.failure.detail
 
     asyncio.run(work())
+
+
+def shaped(client: str, size: int, images: int = 1) -> Ticket:
+    request = validate_request(Request("a red apple", size=(size, size), images=images), SPEC)
+    return Ticket(request, client=client, deadline=time.monotonic() + 60)
+
+
+def beside(*tickets: Ticket, pictures: int = 4) -> tuple[list[Ticket], list[Ticket]]:
+    """(those that are taken together, those that still wait)."""
+
+    async def work() -> tuple[list[Ticket], list[Ticket]]:
+        queue = FairQueue(Limits())
+        for one in tickets:
+            queue.put(one)
+        first = await queue.take()
+        together = [first, *queue.take_beside(first, pictures)]
+        return together, queue.waiting()
+
+    return asyncio.run(work())
+
+
+def test_those_of_one_shape_are_taken_together_as_far_as_pictures_go():
+    small = [shaped("one", 256) for _ in range(6)]
+    assert beside(*small) == (small[:4], small[4:])
+    assert beside(*small, pictures=1) == (small[:1], small[1:])
+
+
+def test_nobody_is_overtaken_by_who_has_the_shape():
+    """A client whose turn it is with another shape comes before the mates behind it."""
+    first, other, mate = shaped("one", 256), shaped("two", 512), shaped("three", 256)
+    assert beside(first, other, mate) == ([first], [other, mate])
+
+
+def test_clients_take_turns_in_a_batch_too():
+    many = [shaped("many", 256) for _ in range(6)]
+    few = [shaped("one", 256), shaped("two", 256)]
+    together, waiting = beside(*many, *few)
+    assert sorted(ticket.client for ticket in together) == ["many", "many", "one", "two"]
+    assert all(ticket.client == "many" for ticket in waiting)
+
+
+def test_a_request_of_several_pictures_is_taken_whole_or_not_at_all():
+    first, several, last = shaped("one", 256, 2), shaped("one", 256, 3), shaped("one", 256)
+    assert beside(first, several, last) == ([first], [several, last])
+    assert beside(first, several, last, pictures=5) == ([first, several], [last])
+    assert beside(several, last, pictures=2) == ([several], [last])
+
+
+def test_who_was_cancelled_is_no_mate_and_not_in_the_way():
+    first, gone, mate = shaped("one", 256), shaped("one", 512), shaped("one", 256)
+    gone.cancel(cancelled("test"))
+    assert beside(first, gone, mate) == ([first, mate], [])

@@ -1,7 +1,7 @@
 """8-bit layers over 1, 2 and 4 devices: the same weights to the bit, and sums that differ in order alone.
 
-Ranks are made one after the other in this process, by the code that real ranks run; what they would send
-each other is put together here.
+Inputs that are quantised too are in test_input_scales.py. Ranks are made one after the other in this process,
+by the code that real ranks run; what they would send each other is put together here.
 """
 
 from dataclasses import replace
@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from portable_dit.backend import EmulatedLinear, LinearKernel
-from portable_dit.formats import Encoded, decode, format_named
+from portable_dit.backend import LinearKernel
+from portable_dit.formats import Encoded, decode
 from portable_dit.models.hunyuan_image_3.dit import HunyuanTransformer
 from portable_dit.models.hunyuan_image_3.random_checkpoint import TINY
 from portable_dit.models.hunyuan_image_3.spec import make_spec
@@ -138,26 +138,3 @@ def test_results_differ_from_one_device_in_the_order_of_sums_alone(format, degre
         bound = 2 * weight.shape[1] * UNIT * magnitude
         assert ((got - wanted).abs() <= bound).all(), name
         assert bound.max() < 1e-3 * wanted.abs().max(), "a bound that any result would keep"
-
-
-@pytest.mark.parametrize("format", ["fp8_row", "int8_row"])
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_an_input_that_is_quantised_in_parts_stays_within_the_rounding_of_the_whole_row(degree, format):
-    """A part's scale is not that of the row, so its values round elsewhere, but in steps that are no coarser:
-    half a step of int8, and 2^-4 of an e4m3 value or half its smallest step, 2^-10.
-    """
-    generator = torch.Generator().manual_seed(2)
-    kernel, shares = EmulatedLinear(format), ranks(degree, format)
-    form = format_named(format)
-    for name, weight in whole_weights().items():
-        mine = [rank[name] for rank in shares]
-        if mine[0].dim == 0:
-            continue
-        x = torch.randn(ROWS, weight.shape[1], generator=generator)
-        held = decode(encoded_parts(weight, [all_of(weight)], format)[0])
-        parts = zip(mine, encoded_parts(weight, mine, format), strict=True)
-        got = sum(kernel.apply(share.cut(x), kernel.pack(part, x.dtype), None) for share, part in parts)
-        scale = x.abs().amax(dim=1, keepdim=True) / form.largest
-        step = form.relative * x.abs() + form.absolute * scale
-        sums = 2 * weight.shape[1] * UNIT * (x.abs() @ held.abs().T)
-        assert ((got - x @ held.T).abs() <= step @ held.abs().T + sums).all(), name

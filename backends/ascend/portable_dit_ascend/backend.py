@@ -72,7 +72,6 @@ def describe(found: Device, *, count: int) -> Capabilities:
         count=count,
         dtypes=device.dtypes(found.arch),
         native_formats=device.native_formats(found.arch),
-        head_dims=device.HEAD_DIMS,
         float64=False,
         pinned_memory=True,
         async_copy=True,

@@ -35,7 +35,6 @@ FAMILIES: tuple[tuple[int, str], ...] = (
 )
 SERVED = ("910B", "910_93", "950")
 MXFP8_FROM = "950"
-HEAD_DIMS = tuple(range(16, 513, 16))
 RUNTIME_BYTES = 1500 * 2**20  # CANN with its operator libraries, before the first tensor
 
 

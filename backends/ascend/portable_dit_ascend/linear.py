@@ -61,6 +61,9 @@ class Int8Linear(NpuLinear):
         values, scales = torch.ops.npu.npu_dynamic_quant(x.contiguous(), dst_type=torch.int8)
         return values, scales
 
+    def arrange(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return values, scales.reshape(-1)
+
     def apply_quantized(
         self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:

@@ -18,7 +18,7 @@ def main() -> None:
         print(f"{found.torch_device}  {found.name}  {found.arch}  {found.total_bytes / 2**30:.1f} GiB")
         probes = probe_libraries(found.index, torch.cuda.get_device_capability(found.index))
         for name, probe in probes.items():
-            print(f"  {name:14} {probe.version or probe.reason}")
+            print(f"  {name:21} {probe.version or probe.reason}")
 
 
 if __name__ == "__main__":

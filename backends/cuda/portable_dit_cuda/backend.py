@@ -15,6 +15,7 @@ from portable_dit.errors import BackendError
 from portable_dit.piecewise import ChunkedAttention
 from portable_dit_cuda import chips, device
 from portable_dit_cuda.attention import TORCH_ATTENTION
+from portable_dit_cuda.cudnn_attention import CudnnFp8Attention
 from portable_dit_cuda.experts import EXPERT_OPS, expert_kernels
 from portable_dit_cuda.flash import FA3, FA4, Fa3Fp8Attention, SageAttention
 from portable_dit_cuda.fusions import FUSED_OPS
@@ -47,7 +48,6 @@ class CudaBackend(AcceleratorBackend):
             count=len(self.devices()),
             dtypes=chips.dtypes(capability),
             native_formats=chips.native_formats(capability, toolkit),
-            head_dims=chips.HEAD_DIMS,
             pinned_memory=True,
             async_copy=True,
             graphs=GraphLimits(supported=True, side_streams=True, collectives=True, default_on=True),
@@ -82,7 +82,8 @@ class CudaBackend(AcceleratorBackend):
         return {"GPU": 1.0}
 
     def attention_kernels(self) -> Sequence[AttentionKernel]:
-        return (FA3, FA4, *TORCH_ATTENTION, ChunkedAttention(), Fa3Fp8Attention(), SageAttention())
+        by_name = (Fa3Fp8Attention(), CudnnFp8Attention(), SageAttention())
+        return (FA3, FA4, *TORCH_ATTENTION, ChunkedAttention(), *by_name)
 
     def linear_kernels(self) -> Mapping[str, Sequence[LinearKernel]]:
         return linear_kernels()

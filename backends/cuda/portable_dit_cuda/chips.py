@@ -13,7 +13,6 @@ from portable_dit.capabilities import Capabilities, Reject
 
 Capability = tuple[int, int]
 
-HEAD_DIMS = tuple(range(8, 257, 8))
 # A context with its libraries loaded, as `nvidia-smi` shows it for a process that multiplied two matrices.
 RUNTIME_BYTES = 700 * 2**20
 

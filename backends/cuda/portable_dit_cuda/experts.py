@@ -7,7 +7,7 @@ Letters: B batch, S tokens, M rows, R rows ordered by expert, E experts, C chann
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from math import gcd
 from types import ModuleType
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from portable_dit.backend import ExpertKernel, FusedOp, Packed
 from portable_dit.capabilities import Capabilities, ExpertRequest, FusionRequest, Reject, Request
+from portable_dit.formats import Agree
 from portable_dit.grouped_products import GroupedRowExperts, grouped_linear
-from portable_dit.ops import Rotary
+from portable_dit.ops import Dispatch, Rotary
 from portable_dit.scaled_products import ScaledRowLinear
 from portable_dit_cuda.chips import capability_of, refuse_library
 from portable_dit_cuda.fusions import DTYPES, MAX_HEAD_DIM, TILE, TritonOp
@@ -41,6 +42,9 @@ class RowLinear(ScaledRowLinear):
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_rows(x, self.format)
+
+    def quantize_divided(self, x: Tensor, agree: Agree) -> tuple[Tensor, Tensor]:
+        return quantize_rows(x, self.format, agree)
 
 
 class Fp8RowExperts(GroupedRowExperts):
@@ -66,23 +70,23 @@ class TiledRowExperts(Fp8RowExperts):
         return refuse_library("triton", capabilities) or super().check(request, capabilities)
 
     def multiply(
-        self, values: Tensor, scales: Tensor, packed: Packed, ends: Tensor, dtype: torch.dtype
+        self, values: Tensor, scales: Tensor, packed: Packed, dispatch: Dispatch, dtype: torch.dtype
     ) -> Tensor:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         weights = packed["values"]  # [E, N, K]
         experts, columns, depth = weights.shape
         if values.shape[0] < FEW * experts:
-            return super().multiply(values, scales, packed, ends, dtype)
+            return super().multiply(values, scales, packed, dispatch, dtype)
         out = torch.empty((values.shape[0], columns), dtype=dtype, device=values.device)
-        expert, first, count = tiles_of_rows(ends, values.shape[0])
+        expert, first, count = dispatch.once("tiles", partial(tiles_of_rows, rows=values.shape[0]))
         programs = torch.cuda.get_device_properties(values.device).multi_processor_count
         kernels().grouped_product[(programs,)](
             TensorDescriptor.from_tensor(values, [TILE_ROWS, TILE_DEPTH]),
             TensorDescriptor.from_tensor(weights.flatten(0, 1), [TILE_COLUMNS, TILE_DEPTH]),
             scales,
             packed["scales"],
-            ends,
+            dispatch.ends,
             expert,
             first,
             count,
@@ -157,6 +161,24 @@ def rotary_head_norm(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> T
     return out
 
 
+def deal(index: Tensor, first: int, held: int, num_experts: int) -> tuple[Dispatch, Tensor]:
+    """ops.deal as a counting sort in three launches; torch's sort and what surrounds it take a dozen."""
+    index = index.contiguous()
+    count, device = index.numel(), index.device
+    bins, blocks = 1 << (held + 1).bit_length(), -(-count // CHOICES)
+    starts = torch.empty((blocks, bins), dtype=torch.int32, device=device)
+    ends = torch.empty(held, dtype=torch.int32, device=device)
+    rows = torch.empty(count, dtype=torch.int64, device=device)
+    places = torch.empty(index.shape, dtype=torch.int64, device=device)
+    sizes = {"BINS": bins, "BLOCK": CHOICES}
+    kernels().count_choices[(blocks,)](index, starts, count, first, held, **sizes)
+    kernels().place_blocks[(1,)](starts, ends, blocks, held, BINS=bins, ROWS=64, TURNS=-(-blocks // 64))
+    kernels().deal_choices[(blocks,)](
+        index, starts, rows, places, count, first, held, index.shape[1], **sizes
+    )
+    return Dispatch(rows, ends), places
+
+
 def combine_experts(x: Tensor, places: Tensor, shares: Tensor) -> Tensor:
     """ops.combine_experts: k reads and one write a row, no atomics."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -185,12 +207,15 @@ def route(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 # Tiles of the grouped product, of which the matrix units' float32 sums fill the registers of two warp groups.
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 128
 FEW = 64  # rows for each expert, below which torch's own product with its smaller tiles is faster
+CHOICES = 256  # of rows, that one program deals out
 BAND = 8  # tiles of rows that are taken across all columns before the next
+MOST_EXPERTS = 256  # that one program counts side by side
 HALVES = frozenset({"bfloat16"})
 EXPERT_OPS = (
     TritonOp("rotary_head_norm", "triton", rotary_head_norm, DTYPES, channels=MAX_HEAD_DIM),
     TritonOp("combine_experts", "triton", combine_experts, DTYPES, channels=1 << 20),
     FusedOp("route", "matrix_units", route, HALVES),
+    TritonOp("deal", "triton", deal, DTYPES, channels=MOST_EXPERTS),
     GroupedOp("expert_linear", "grouped_mm", grouped_linear, HALVES),
 )
 

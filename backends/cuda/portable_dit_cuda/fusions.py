@@ -72,6 +72,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return out.view(x.shape)
 
 
+def rms_norm_quantized(x: Tensor, weight: Tensor | None, eps: float, *, form: Format) -> QuantizedRows:
+    """rms_norm as 8-bit rows with a scale each."""
+    rows = _rows(x)
+    values, scales = _quantized_like(rows.shape, form, x.device)
+    _norm(rows, weight, eps, None, 0, out=values, scales=scales, form=form)
+    return QuantizedRows(form, values, scales, tuple(x.shape), x.dtype)
+
+
 def norm_cast(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """ops.norm_cast: one read of x and one write of what is half as wide."""
     rows = _rows(x)
@@ -239,21 +247,34 @@ def head_norm_rotary(x: Tensor, weight: Tensor | None, eps: float, rotary: Rotar
     return out
 
 
-def quantize_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """x [M, K] as 8-bit rows: values [M, K] and float32 scales [M, 1], in one read."""
+def quantize_rows(x: Tensor, form: Format, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] as 8-bit rows: values [M, K] and float32 scales [M, 1], in one read.
+
+    amax: float32 [M, 1], the largest magnitude that each row's scale is for; None = its own.
+    """
     x = _unit_last(x)
     values, scales = _quantized_like(x.shape, form, x.device)
     kernels().quantize_rows[(x.shape[0],)](
         x,
+        x if amax is None else amax,
         values,
         scales,
         x.shape[1],
         x.stride(0),
         form.largest,
+        IS_GIVEN=amax is not None,
         IS_INT8=form.values is torch.int8,
         **_in_pieces(x.shape[1]),
     )
     return values, scales
+
+
+def largest_of_rows(x: Tensor) -> Tensor:
+    """The largest magnitude of each row of x [M, K]: float32 [M, 1], in one read."""
+    x = _unit_last(x)
+    amax = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    kernels().largest_of_rows[(x.shape[0],)](x, amax, x.shape[1], x.stride(0), **_in_pieces(x.shape[1]))
+    return amax
 
 
 def quantize_heads(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -276,7 +297,7 @@ def _by_format(function: Callable[..., QuantizedRows]) -> dict[str, Callable[...
 
 
 FUSED_OPS = (
-    TritonOp("rms_norm", "triton", rms_norm, DTYPES),
+    TritonOp("rms_norm", "triton", rms_norm, DTYPES, quantized=_by_format(rms_norm_quantized)),
     TritonOp("norm_modulate", "triton", norm_modulate, DTYPES, quantized=_by_format(norm_modulate_quantized)),
     TritonOp("gated_residual", "triton", gated_residual, DTYPES, channels=1 << 20),
     TritonOp("norm_cast", "triton", norm_cast, DTYPES),

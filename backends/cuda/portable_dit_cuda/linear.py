@@ -17,8 +17,16 @@ from torch import Tensor
 
 from portable_dit.backend import EmulatedLinear, LinearKernel, Packed
 from portable_dit.capabilities import Capabilities, LinearRequest, Reject
-from portable_dit.formats import FORMATS, QUANTIZED, Encoded, Format, quantize_blocks
-from portable_dit.rotation import hadamard, rotate, rotated_together
+from portable_dit.formats import (
+    FORMATS,
+    QUANTIZED,
+    Agree,
+    Encoded,
+    Format,
+    quantize_blocks,
+)
+from portable_dit.models.spec import rotated_together
+from portable_dit.rotation import hadamard, rotate
 from portable_dit.scaled_products import (
     Int8RowLinear,
     MatrixUnitLinear,
@@ -28,21 +36,27 @@ from portable_dit.scaled_products import (
 )
 from portable_dit_cuda import fusions
 from portable_dit_cuda.chips import capability_of, refuse_library
+from portable_dit_cuda.flash import library_function
 from portable_dit_cuda.swizzle import padded_shape, swizzle
 
 DEQUANTIZE_TILE = 1024
+FLASHINFER = "flashinfer-python"
 
 
-def quantize_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """x [M, K] of any float dtype -> values [M, K] and float32 scales [M, 1]."""
+def quantize_rows(x: Tensor, form: Format, agree: Agree | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] of any float dtype -> values [M, K] and float32 scales [M, 1].
+
+    agree: for a part of rows that devices share, gives the largest magnitudes of all parts.
+    """
     if not (x.is_cuda and fusions.has_triton() and x.shape[1] <= fusions.MAX_ROW):
-        return quantize_blocks(x.float(), form, (1, 0))
+        return quantize_blocks(x.float(), form, (1, 0), agree=agree)
     if form.rotated:
         # By the matrix units, whose sums are float32: the entries of the rotation are exact in any dtype.
         size = rotated_together(x.shape[1])
         turned = torch.mm(x.reshape(-1, size), _rotation(size, x.dtype, x.device), out_dtype=torch.float32)
         x = turned.view(x.shape)
-    return fusions.quantize_rows(x, form)
+    amax = None if agree is None else agree(fusions.largest_of_rows(x))
+    return fusions.quantize_rows(x, form, amax)
 
 
 @cache
@@ -55,6 +69,9 @@ class InOneRead(MatrixUnitLinear):
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_rows(x, self.format)
+
+    def quantize_divided(self, x: Tensor, agree: Agree) -> tuple[Tensor, Tensor]:
+        return quantize_rows(x, self.format, agree)
 
 
 class Fp8RowLinear(InOneRead, ScaledRowLinear):
@@ -130,6 +147,39 @@ class Mxfp8Linear(ScaledBlocksOf32Linear):
         return quantize_blocks_of_32(x, self.format)
 
 
+class FlashInferLinear(Mxfp8Linear):
+    """The product of `Mxfp8Linear` by FlashInfer, which reads the same scales and gives float16 too.
+
+    Below 128 features either way its results may hold infinities, so it refuses them, and so do we.
+    """
+
+    dtypes = frozenset({"bfloat16", "float16"})
+    multiple = (32, 32)
+    least = 128
+
+    def __init__(self) -> None:
+        super().__init__("flashinfer")
+
+    def refuse_further(self, request: LinearRequest, capabilities: Capabilities) -> Reject | None:
+        for what, size in (("in_features", request.in_features), ("out_features", request.out_features)):
+            if size < self.least:
+                return Reject(what, f"takes {self.least} {what.replace('_', ' ')} and more, not {size}")
+        return refuse_library(FLASHINFER, capabilities)
+
+    def apply_quantized(
+        self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        product = library_function(("flashinfer",), "mm_mxfp8")
+        out: Tensor = product(
+            values,
+            packed["values"].t(),
+            scales.view(torch.uint8),
+            packed["scales"].view(torch.uint8),
+            out_dtype=dtype,
+        )
+        return out if bias is None else out + bias
+
+
 class Int8Linear(InOneRead, Int8RowLinear):
     """The sums are scaled in one pass where Triton is installed."""
 
@@ -172,26 +222,33 @@ class DequantizedLinear(LinearKernel):
 
     def weight(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         """[N, K] in dtype; products in float32, rounded once."""
-        values, scales = packed["values"], packed["scales"]
         exact = torch.float32 if self.format.rotated else dtype
-        out = torch.empty(values.shape, dtype=exact, device=values.device)
-        byte_scales = scales.dtype is torch.float8_e8m0fnu
-        block_rows, block_columns = self.format.block
-        grid = (values.shape[0], -(-values.shape[1] // DEQUANTIZE_TILE))
-        fusions.kernels().dequantize[grid](
-            values,
-            scales.view(torch.uint8) if byte_scales else scales,
-            out,
-            values.shape[1],
-            scales.shape[1],
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns,
-            IS_E8M0=byte_scales,
-            BLOCK=DEQUANTIZE_TILE,
-        )
+        out = expand(packed["values"], packed["scales"], self.format.block, exact)
         if self.format.rotated:
             return rotate(out, rotated_together(out.shape[1])).to(dtype)
         return out
+
+
+def expand(values: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """values [N, K] times their block's scale, in one read and one write, by Triton.
+
+    block: rows and columns that share a scale, 0 for all of them. scales: [N / rows, K / columns].
+    """
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    byte_scales = scales.dtype is torch.float8_e8m0fnu
+    grid = (values.shape[0], -(-values.shape[1] // DEQUANTIZE_TILE))
+    fusions.kernels().dequantize[grid](
+        values,
+        scales.view(torch.uint8) if byte_scales else scales,
+        out,
+        values.shape[1],
+        scales.shape[1],
+        BLOCK_ROWS=block[0],
+        BLOCK_COLUMNS=block[1],
+        IS_E8M0=byte_scales,
+        BLOCK=DEQUANTIZE_TILE,
+    )
+    return out
 
 
 def quantize_blocks_of_32(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
@@ -214,7 +271,7 @@ def linear_kernels() -> dict[str, tuple[LinearKernel, ...]]:
         "fp8_row": (Fp8RowLinear(), Fp8RowLinear("scaled_mm_float32_sums", fast_accumulation=False)),
         "fp8_tensor": (ScaledTensorLinear(fast_accumulation=True),),
         "fp8_block128": (Fp8Block128Linear(),),
-        "mxfp8": (Mxfp8Linear(),),
+        "mxfp8": (Mxfp8Linear(), FlashInferLinear()),
         "int8_row": (Int8Linear(),),
         "int8_row_rotated": (Int8Linear("int8_row_rotated"),),
     }

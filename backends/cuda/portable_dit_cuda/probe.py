@@ -10,12 +10,18 @@ from functools import cache
 import torch
 
 from portable_dit import ops
+from portable_dit.backend import LinearKernel
+from portable_dit.formats import decode, encode
 from portable_dit.probing import CLOSE, Probe, attention_fault, difference, installed_version, probe
+from portable_dit_cuda.attention import OnChips
 from portable_dit_cuda.chips import Capability
-from portable_dit_cuda.flash import FA3, FA4, FlashAttention, SageAttention
+from portable_dit_cuda.cudnn_attention import LIBRARY as CUDNN
+from portable_dit_cuda.cudnn_attention import CudnnFp8Attention
+from portable_dit_cuda.flash import FA3, FA4, SageAttention
 from portable_dit_cuda.fusions import rms_norm
+from portable_dit_cuda.linear import FLASHINFER, FlashInferLinear
 
-CLOSE_INT8 = 0.15  # relative error of attention with 8-bit scores
+CLOSE_8_BITS = 0.15  # relative error of attention with 8-bit scores
 
 
 @cache
@@ -27,12 +33,14 @@ def probe_libraries(index: int, capability: Capability) -> dict[str, Probe]:
         "triton": _triton(device),
         "fa3-fwd": _attention(FA3, fa3, device, capability),
         "flash-attn-4": _attention(FA4, ("flash-attn-4",), device, capability),
-        "sageattention": _attention(SageAttention(), ("sageattention",), device, capability, CLOSE_INT8),
+        "sageattention": _attention(SageAttention(), ("sageattention",), device, capability, CLOSE_8_BITS),
+        FLASHINFER: _flashinfer(device, capability),
+        CUDNN: _attention(CudnnFp8Attention(), (CUDNN,), device, capability, CLOSE_8_BITS),
     }
 
 
 def _attention(
-    kernel: FlashAttention | SageAttention,
+    kernel: OnChips,
     distributions: tuple[str, ...],
     device: torch.device,
     capability: Capability,
@@ -43,6 +51,25 @@ def _attention(
     if installed_version(distributions) is None:
         return Probe(None, f"not installed; pip install {distributions[0]}")
     return probe(distributions, lambda: attention_fault(kernel, device, close=close))
+
+
+def _flashinfer(device: torch.device, capability: Capability) -> Probe:
+    """One product. Without flashinfer-jit-cache the library compiles its kernel first, for minutes."""
+    if capability < (10, 0):
+        return Probe(None, f"mxfp8 is not for compute capability {capability[0]}.{capability[1]}")
+    if installed_version((FLASHINFER,)) is None:
+        return Probe(None, f"not installed; pip install {FLASHINFER}")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(160, 256, generator=generator).to(device, torch.bfloat16)
+    weight = torch.randn(128, 256, generator=generator).to(device)
+    return probe((FLASHINFER,), lambda: _product_fault(FlashInferLinear(), x, weight))
+
+
+def _product_fault(kernel: LinearKernel, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """What is wrong with one product of x [M, K] and a weight [N, K]; both were rounded by the format."""
+    stored = encode(weight, kernel.format.name)
+    got = kernel.apply(x, kernel.pack(stored, x.dtype), None)
+    return difference(got, x.float() @ decode(stored).t(), close=CLOSE_8_BITS)
 
 
 def _triton(device: torch.device) -> Probe:

@@ -132,3 +132,75 @@ def combine_rows(
         share = tl.load(shares_ptr + row * CHOICES + choice)
         total += share * tl.load(x_ptr + place * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * C + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _experts_of(index_ptr, choice, R, first, held, BINS: tl.constexpr):
+    """The bin of each choice: its expert from `first` on; `held` for one elsewhere, the last bin for none."""
+    expert = tl.load(index_ptr + choice, mask=choice < R, other=0).to(tl.int32) - first
+    expert = tl.where((expert >= 0) & (expert < held), expert, held)
+    return tl.where(choice < R, expert, BINS - 1)
+
+
+@triton.jit
+def count_choices(index_ptr, starts_ptr, R, first, held, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """How many choices of each block fall to each bin: index int64 [R] -> int32 [blocks, BINS]."""
+    block = tl.program_id(0)
+    expert = _experts_of(index_ptr, block * BLOCK + tl.arange(0, BLOCK), R, first, held, BINS)
+    bins = tl.arange(0, BINS)
+    hits = (expert[:, None] == bins[None, :]).to(tl.int32)
+    tl.store(starts_ptr + block * BINS + bins, tl.sum(hits, axis=0))
+
+
+@triton.jit
+def place_blocks(
+    starts_ptr, ends_ptr, blocks, held, BINS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr
+):
+    """Counts become where each block's choices of each bin begin; ends int32 [held], where each expert's end.
+
+    One program, ROWS blocks at a time, TURNS times.
+    """
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    for turn in range(TURNS):
+        row = turn * ROWS + tl.arange(0, ROWS)
+        place = starts_ptr + row[:, None] * BINS + bins[None, :]
+        total += tl.sum(tl.load(place, mask=(row < blocks)[:, None], other=0), axis=0)
+    ends = tl.cumsum(total, axis=0)
+    tl.store(ends_ptr + bins, ends, mask=bins < held)
+    start = ends - total
+    for turn in range(TURNS):
+        row = turn * ROWS + tl.arange(0, ROWS)
+        place, mask = starts_ptr + row[:, None] * BINS + bins[None, :], (row < blocks)[:, None]
+        counts = tl.load(place, mask=mask, other=0)
+        tl.store(place, start[None, :] + tl.cumsum(counts, axis=0) - counts, mask=mask)
+        start += tl.sum(counts, axis=0)
+
+
+@triton.jit
+def deal_choices(
+    index_ptr,
+    starts_ptr,
+    rows_ptr,
+    places_ptr,
+    R,
+    first,
+    held,
+    each,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """places int64 [R] of the choices, and rows int64 [R]: whose choice stands at each place.
+
+    each: choices of a row.
+    """
+    block = tl.program_id(0)
+    choice = block * BLOCK + tl.arange(0, BLOCK)
+    expert = _experts_of(index_ptr, choice, R, first, held, BINS)
+    bins = tl.arange(0, BINS)
+    hits = (expert[:, None] == bins[None, :]).to(tl.int32)
+    before = tl.cumsum(hits, axis=0) - hits  # of the same bin, in this block
+    start = tl.load(starts_ptr + block * BINS + bins)
+    place = tl.sum((before + start[None, :]) * hits, axis=1)
+    tl.store(places_ptr + choice, place.to(tl.int64), mask=choice < R)
+    tl.store(rows_ptr + place, (choice // each).to(tl.int64), mask=choice < R)

@@ -68,17 +68,23 @@ def _store(row_ptr, piece, y, C, PIECES: tl.constexpr, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _store_quantized(
-    row_ptr, scale_ptr, y, C, largest, IS_INT8: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr
-):
-    """One row, as the tuple y of its pieces, as values and a scale.
-
-    No clamp: see portable_dit.formats.quantize_blocks.
-    """
+def _largest(y, PIECES: tl.constexpr):
+    """The largest magnitude of one row, as the tuple y of its pieces."""
     top = tl.abs(y[0].to(tl.float32))
     for piece in tl.static_range(1, PIECES):
         top = tl.maximum(top, tl.abs(y[piece].to(tl.float32)))
-    scale = _row_scale(tl.max(tl.max(top, axis=1), axis=0), largest)
+    return tl.max(tl.max(top, axis=1), axis=0)
+
+
+@triton.jit
+def _store_quantized(
+    row_ptr, scale_ptr, y, amax, C, largest, IS_INT8: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr
+):
+    """One row, as the tuple y of its pieces, as values and the scale that its largest magnitude asks for.
+
+    No clamp: see portable_dit.formats.quantize_blocks.
+    """
+    scale = _row_scale(amax, largest)
     inverse = tl.math.div_rn(1.0, scale)
     for piece in tl.static_range(PIECES):
         scaled = _quotient(y[piece].to(tl.float32), scale, inverse)
@@ -91,21 +97,34 @@ def _store_quantized(
 @triton.jit
 def quantize_rows(
     x_ptr,
+    amax_ptr,
     values_ptr,
     scales_ptr,
     C,
     x_stride,
     largest,
+    IS_GIVEN: tl.constexpr,
     IS_INT8: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """x [M, C] -> values [M, C] and scales [M]; one program a row."""
+    """x [M, C] -> values [M, C] and scales [M]; one program a row. amax_ptr: the rows' largest, if given."""
     row = tl.program_id(0).to(tl.int64)
     x = ()
     for piece in tl.static_range(PIECES):
         x = x + (_load(x_ptr + row * x_stride, piece, C, PIECES, PIECE),)
-    _store_quantized(values_ptr + row * C, scales_ptr + row, x, C, largest, IS_INT8, PIECES, PIECE)
+    amax = tl.load(amax_ptr + row) if IS_GIVEN else _largest(x, PIECES)
+    _store_quantized(values_ptr + row * C, scales_ptr + row, x, amax, C, largest, IS_INT8, PIECES, PIECE)
+
+
+@triton.jit
+def largest_of_rows(x_ptr, amax_ptr, C, x_stride, PIECES: tl.constexpr, PIECE: tl.constexpr):
+    """The largest magnitude of each row of x [M, C], float32 [M]; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    x = ()
+    for piece in tl.static_range(PIECES):
+        x = x + (_load(x_ptr + row * x_stride, piece, C, PIECES, PIECE),)
+    tl.store(amax_ptr + row, _largest(x, PIECES))
 
 
 @triton.jit
@@ -155,7 +174,8 @@ def norm_modulate(
             part = part * (1.0 + scale) + shift
         y = y + (part.to(x_ptr.dtype.element_ty if QUANTIZE else out_ptr.dtype.element_ty),)
     if QUANTIZE:
-        _store_quantized(out_ptr + row * C, scales_ptr + row, y, C, largest, IS_INT8, PIECES, PIECE)
+        amax = _largest(y, PIECES)
+        _store_quantized(out_ptr + row * C, scales_ptr + row, y, amax, C, largest, IS_INT8, PIECES, PIECE)
     else:
         for piece in tl.static_range(PIECES):
             _store(out_ptr + row * C, piece, y[piece], C, PIECES, PIECE)
@@ -251,7 +271,8 @@ def swiglu_quantize(
         gate = _load(x_ptr + row * x_stride, piece, F, PIECES, PIECE).to(tl.float32)
         value = _load(x_ptr + row * x_stride + F, piece, F, PIECES, PIECE).to(tl.float32)
         y = y + ((gate / (1.0 + tl.exp(-gate)) * value).to(x_ptr.dtype.element_ty),)
-    _store_quantized(values_ptr + row * F, scales_ptr + row, y, F, largest, IS_INT8, PIECES, PIECE)
+    amax = _largest(y, PIECES)
+    _store_quantized(values_ptr + row * F, scales_ptr + row, y, amax, F, largest, IS_INT8, PIECES, PIECE)
 
 
 @triton.jit

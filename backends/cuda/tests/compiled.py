@@ -52,11 +52,13 @@ TILES = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 128, "BAND": 8, "PROGRAMS": 132}
 ROW = {"PIECES": 7, "PIECE": 1024}
 WIDE = {"PIECES": 7, "PIECE": 2048}
 TURN = {"TURNS": 4, "HEADS": 2, "GROUPS": 8, "GROUP": 16}
+DEALT = {"BINS": 128, "BLOCK": 256}
 HEADS = {"GROUP": 4, "ROWS": 64, "BLOCK": 128}
 # kernel, compile-time numbers, warps, pointers of another type
 VARIANTS = (
-    ("quantize_rows", {"IS_INT8": False, **ROW}, 4, {}),
-    ("quantize_rows", {"IS_INT8": True, **ROW}, 4, {"values_ptr": INT8}),
+    ("quantize_rows", {"IS_GIVEN": False, "IS_INT8": False, **ROW}, 4, {"amax_ptr": HALF}),
+    ("quantize_rows", {"IS_GIVEN": True, "IS_INT8": True, **ROW}, 4, {"values_ptr": INT8, "amax_ptr": FLOAT}),
+    ("largest_of_rows", ROW, 4, {"amax_ptr": FLOAT}),
     ("norm_modulate", NORM, 4, {"out_ptr": E4M3}),
     ("norm_modulate", {**NORM, "IS_INT8": True}, 4, {"out_ptr": INT8}),
     ("norm_modulate", {**NORM, "QUANTIZE": False}, 4, {}),
@@ -81,6 +83,9 @@ VARIANTS = (
     ("rotary_head_norm", {"TURNS": 4, "HEADS": 4, "HALF": 64}, 1, {"cos_ptr": FLOAT, "sin_ptr": FLOAT}),
     ("grouped_product", TILES, 8, {"rows": _descriptor(128), "weights": _descriptor(256)}),
     ("combine_rows", {"CHOICES": 8, "BLOCK": 1024}, 4, {}),
+    ("count_choices", DEALT, 4, {"starts_ptr": INT32}),
+    ("place_blocks", {"BINS": 128, "ROWS": 64, "TURNS": 3}, 4, {"starts_ptr": INT32}),
+    ("deal_choices", DEALT, 4, {"starts_ptr": INT32, "rows_ptr": INT64}),
     ("scale_sums", {"HAS_BIAS": True, "BLOCK": 1024}, 4, {}),
     *(
         ("dequantize", {"BLOCK_ROWS": r, "BLOCK_COLUMNS": c, "IS_E8M0": c == 32, "BLOCK": 1024}, 4, other)

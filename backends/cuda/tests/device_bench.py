@@ -132,7 +132,7 @@ def mixtures(report: Report) -> None:
             values, scales = fusions.quantize_rows(x, FORMATS["fp8_row"])
             results, flops = [], 2 * len(x) * columns * depth
             for kernel in kernels:
-                given = values, scales, packed, ends, torch.bfloat16
+                given = values, scales, packed, ops.Dispatch(None, ends), torch.bfloat16
                 results.append(kernel.multiply(*given))
                 ms = milliseconds(lambda kernel=kernel, given=given: kernel.multiply(*given))
                 text = f"{ms:.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s"

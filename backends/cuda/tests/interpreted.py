@@ -59,6 +59,24 @@ def around_experts() -> None:
             print(f"combine_experts {count}x{choices}x{channels}: off by {off.abs().max():.1e}")
 
 
+def dealt() -> None:
+    """Choices in the order of their experts, with experts elsewhere too."""
+    generator = torch.Generator().manual_seed(6)
+    for rows, each, count, first, held in (
+        (99, 8, 64, 0, 64),
+        (99, 8, 64, 48, 16),
+        (1, 1, 3, 0, 3),
+        (700, 2, 5, 1, 2),
+    ):
+        index = torch.rand(rows, count, generator=generator).topk(each, dim=1).indices
+        (got, places), (wanted, wanted_places) = (
+            function(index, first, held, count) for function in (experts.deal, ops.deal)
+        )
+        same = torch.equal(got.rows, wanted.rows) and torch.equal(got.ends, wanted.ends)
+        if not same or not torch.equal(places, wanted_places):
+            print(f"deal {rows}x{each} of {count}, {held} from {first}: differs")
+
+
 def rows_in_8_bits() -> None:
     x = torch.randn(37, 300, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 37)[:, None]
     x[3] = 0
@@ -69,6 +87,11 @@ def rows_in_8_bits() -> None:
         wrong = (values.float() != wanted.float()).float().mean()
         if not torch.equal(scales, wanted_scales) or wrong > (0.03 if name == "fp8_row" else 0):
             print(f"quantize_rows {name}: scales or values differ")
+        whole = fusions.largest_of_rows(x)
+        parts = [fusions.quantize_rows(part, form, whole) for part in x.split(150, dim=1)]
+        joined = torch.cat([part.float() for part, _ in parts], dim=1)
+        if not all(torch.equal(part, scales) for _, part in parts) or not joined.equal(values.float()):
+            print(f"quantize_rows {name}: parts of a row differ from the whole")
     produced(FORMATS["int8_row"])
 
 
@@ -130,6 +153,7 @@ if __name__ == "__main__":
     for part in (
         seams,
         around_experts,
+        dealt,
         rows_in_8_bits,
         heads_in_8_bits,
         blocks_of_32,

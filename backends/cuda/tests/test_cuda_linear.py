@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from portable_dit_cuda.linear import (
     DequantizedLinear,
+    FlashInferLinear,
     Fp8Block128Linear,
     Fp8RowLinear,
     Int8Linear,
@@ -55,6 +58,16 @@ def test_the_device_accepts_layouts_of_values_and_scales(kernel: MatrixUnitLinea
         there = {name: on_device(tensor) for name, tensor in packed.items()}
         out = kernel.apply_quantized(on_device(values), on_device(scales), there, bias, torch.bfloat16)
     assert (tuple(out.shape), out.dtype, out.device.type) == ((rows, 256), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_flashinfer_gets_what_its_signature_and_its_layout_ask_for(dtype, machine, stand_ins):
+    blackwell = machine("b200", flashinfer_python="0.7.4")
+    blackwell = replace(blackwell, dtypes=blackwell.dtypes | {dtype})
+    found = check_linear(FlashInferLinear(), CPU, HOST, blackwell, dtype)
+    assert not [o for o in found if o.status == "fail"], found
+    assert {o.case for o in found if o.status == "not_claimed"} == {"unaligned", "odd_features"}
+    assert {name for name, _ in stand_ins.calls} == {"flashinfer.mm_mxfp8"}
 
 
 def test_torch_refuses_a_layout_that_is_wrong():
@@ -145,6 +158,10 @@ def test_packed_mxfp8_weights_stand_for_the_stored_ones():
         (Fp8RowLinear(), "h200", ("fp8_tensor", "bfloat16", 64, 512, 512), "format"),
         (DequantizedLinear("mxfp8"), "h200", ("mxfp8", "bfloat16", 64, 512, 512), "library"),
         (Int8Linear(), "h200", ("int8_row", "bfloat16", 64, 1 << 18, 512), "in_features"),
+        (FlashInferLinear(), "h200", ("mxfp8", "bfloat16", 64, 512, 512), "arch"),
+        (FlashInferLinear(), "b200", ("mxfp8", "bfloat16", 64, 512, 512), "library"),
+        (FlashInferLinear(), "b200", ("mxfp8", "bfloat16", 64, 96, 512), "in_features"),
+        (FlashInferLinear(), "b200", ("mxfp8", "bfloat16", 64, 512, 144), "out_features"),
     ],
 )
 def test_a_kernel_refuses_with_the_reason(kernel, on, request_, code, machine):

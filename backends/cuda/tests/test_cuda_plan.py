@@ -50,6 +50,20 @@ def test_attention_in_fp8_runs_when_it_is_named(machine):
     assert planned(machine("h200", **FULL), attention="fa3_fp8").choices("dit")["attention"] == "fa3_fp8"
 
 
+def test_cudnns_attention_in_fp8_runs_when_it_is_named_and_its_frontend_is_there(machine):
+    there = machine("h200", **FULL, nvidia_cudnn_frontend="1.32.0")
+    assert planned(there).choices("dit")["attention"] == "fa3"
+    assert planned(there, attention="cudnn_fp8").choices("dit")["attention"] == "cudnn_fp8"
+    assert refused(planned(there), "dit", "attention")["cudnn_fp8"] == "approximate"
+    assert refused(planned(machine("h200")), "dit", "attention")["cudnn_fp8"] == "library"
+
+
+def test_flashinfer_stands_behind_torchs_own_product(machine):
+    there = machine("b200", triton="3.6.0", flashinfer_python="0.7.4")
+    plan = planned(there, quantization={"dit": "mxfp8"})
+    assert plan.choices("dit")["linear:mxfp8"] == "scaled_mm"
+
+
 def test_a_named_kernel_that_cannot_serve_is_refused_before_loading(machine):
     from portable_dit.errors import RecipeError
 
@@ -62,7 +76,7 @@ def test_mxfp8_is_native_on_blackwell_and_exactly_expanded_on_an_h200_with_a_not
     assert new.choices("dit")["linear:mxfp8"] == "scaled_mm"
     old = planned(machine("h200", **FULL), quantization={"dit": "mxfp8"})
     assert old.choices("dit")["linear:mxfp8"] == "dequantize"
-    assert refused(old, "dit", "linear:mxfp8") == {"scaled_mm": "arch"}
+    assert refused(old, "dit", "linear:mxfp8") == {"scaled_mm": "arch", "flashinfer": "arch"}
     assert any("no matrix unit" in note.text for note in old.notes if note.changed)
 
 

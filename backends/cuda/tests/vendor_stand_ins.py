@@ -20,7 +20,7 @@ SIGNATURES = {entry["name"]: entry for entry in json.loads((HERE / "data/signatu
 
 def build(signature: str, body: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
     """A function that takes exactly what a recorded signature says and hands it all to body."""
-    names: dict[str, Any] = {"body": body}
+    names: dict[str, Any] = {"body": body, "torch": torch}
     exec(f"def function{signature}:\n    return body(dict(locals()))", names)
     return names["function"]
 
@@ -38,6 +38,7 @@ class StandIns:
             "flash_attn.cute.flash_attn_func": flash,
             "flash_attn.cute.flash_attn_varlen_func": flash_varlen,
             "sageattention.sageattn": sage,
+            "flashinfer.mm_mxfp8": mm_mxfp8,
         }
         monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
         for name, body in bodies.items():
@@ -111,6 +112,26 @@ def flash_varlen(given: dict[str, Any]) -> Any:
         seen = torch.ones(b - a, last - first, dtype=torch.bool)
         parts.append(plain(q, k, v, given["softmax_scale"], seen)[0][0])
     return torch.cat(parts)
+
+
+def mm_mxfp8(given: dict[str, Any]) -> Tensor:
+    """Strict as the library: scales are bytes, flat, in tiles of 128 x 4, and the weight is column-major."""
+    a, b = given["a"], given["b"]
+    (rows, depth), columns = a.shape, b.shape[1]
+    assert a.dtype is b.dtype is torch.float8_e4m3fn
+    assert b.stride(0) == 1, "column-major"
+    assert min(depth, columns) >= 128
+    assert not given["use_8x4_sf_layout"]
+    factors = []
+    for flat, size in ((given["a_descale"], rows), (given["b_descale"], columns)):
+        assert flat.dtype is torch.uint8
+        assert flat.shape == (-(-size // 128) * 128 * (-(-(depth // 32) // 4) * 4),)
+        r, c = torch.arange(size)[:, None], torch.arange(depth // 32)[None, :]
+        tiles = -(-(depth // 32) // 4)
+        place = ((r // 128) * tiles + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+        factors.append(torch.exp2(flat[place].double() - 127).repeat_interleave(32, dim=1))
+    out = (a.double() * factors[0]) @ (b.t().double() * factors[1]).t()
+    return out.to(given["out_dtype"])
 
 
 def sage(given: dict[str, Any]) -> Any:

@@ -38,7 +38,6 @@ class MusaBackend(AcceleratorBackend):
             count=len(self.devices()),
             dtypes=chips.dtypes(device.arch),
             native_formats=chips.native_formats(device.arch, frozenset(libraries)),
-            head_dims=chips.HEAD_DIMS,
             float64=False,
             pinned_memory=True,
             async_copy=True,

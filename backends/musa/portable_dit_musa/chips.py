@@ -9,7 +9,6 @@ from portable_dit.capabilities import Capabilities, Reject
 
 Version = tuple[int, int]
 
-HEAD_DIMS = tuple(range(8, 257, 8))
 RUNTIME_BYTES = 800 * 2**20  # runtime and muDNN, before the first tensor
 FLASH_FROM: Version = (2, 2)  # muDNN's attention, bfloat16, and mccl
 FP8_FROM: Version = (3, 1)  # fp8 products and MATE

@@ -14,12 +14,17 @@ from torch import Tensor
 
 from portable_dit.backend import LinearKernel, Packed
 from portable_dit.capabilities import Capabilities, LinearRequest, Reject
-from portable_dit.formats import Encoded
+from portable_dit.formats import Agree, Encoded
 from portable_dit.scaled_products import MatrixUnitLinear
 from portable_dit_musa.attention import mate_function
 from portable_dit_musa.chips import refuse_mate
 
 ROWS = 32
+
+
+def _filled(x: Tensor) -> Tensor:
+    """x [M, K] with rows of zeros up to a multiple of ROWS."""
+    return F.pad(x, (0, 0, 0, -x.shape[0] % ROWS))
 
 
 class ScaledLinear(MatrixUnitLinear):
@@ -37,11 +42,12 @@ class ScaledLinear(MatrixUnitLinear):
         return {"values": weight.values, "scales": weight.scales.reshape(shape)}
 
     def apply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        filled = F.pad(x, (0, 0, 0, -x.shape[0] % ROWS))
-        return super().apply(filled, packed, bias)[: x.shape[0]]
+        return super().apply(_filled(x), packed, bias)[: x.shape[0]]
 
-    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scales = super().quantize_input(x)
+    def apply_divided(self, x: Tensor, packed: Packed, bias: Tensor | None, agree: Agree) -> Tensor:
+        return super().apply_divided(_filled(x), packed, bias, agree)[: x.shape[0]]
+
+    def arrange(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         return values, scales if self._by_row else scales.reshape(1)
 
     def apply_quantized(

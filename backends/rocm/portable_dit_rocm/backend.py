@@ -37,7 +37,6 @@ class RocmBackend(AcceleratorBackend):
             count=len(self.devices()),
             dtypes=frozenset({"float32", "bfloat16", "float16"}),
             native_formats=chips.native_formats(device.arch, frozenset(libraries)),
-            head_dims=chips.HEAD_DIMS,
             pinned_memory=True,
             async_copy=True,
             # Two graphs replayed at once hang or corrupt (ROCm/rccl#2179, ROCm/clr#279, ROCm/hip#3902), work

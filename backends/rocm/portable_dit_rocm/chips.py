@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from portable_dit.capabilities import Capabilities, Reject
 
-HEAD_DIMS = tuple(range(8, 257, 8))
 RUNTIME_BYTES = 800 * 2**20  # runtime, hipBLASLt and AOTriton, before the first tensor
 FNUZ = ("gfx942",)  # whose e4m3 has no negative zero and one exponent more: half of what the bits mean
 E4M3 = ("gfx950", "gfx1200", "gfx1201")

@@ -42,8 +42,8 @@ class _Fnuz(MatrixUnitLinear):
         packed = super().pack(weight, dtype)
         return {"values": to_fnuz(packed["values"]), "scales": packed["scales"] * 2}
 
-    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scales = super().quantize_input(x)
+    def arrange(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        values, scales = super().arrange(values, scales)
         return to_fnuz(values), scales * 2
 
 
@@ -103,8 +103,8 @@ class AiterLinear(MatrixUnitLinear):
         values, scales = self._as_the_chip_has_it(weight.values, weight.scales)
         return {"values": values, "scales": scales if self.multiple[0] == 128 else scales.reshape(1, -1)}
 
-    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self._as_the_chip_has_it(*super().quantize_input(x))
+    def arrange(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return self._as_the_chip_has_it(values, scales)
 
     def apply_quantized(
         self, values: Tensor, scales: Tensor, packed: Packed, bias: Tensor | None, dtype: torch.dtype

@@ -65,7 +65,6 @@ def describe(found: Device, *, count: int) -> Capabilities:
         count=count,
         dtypes=device.dtypes(it),
         native_formats=device.native_formats(it, version),
-        head_dims=device.HEAD_DIMS,
         float64=bool(it.has_fp64),  # Arc has none
         pinned_memory=not shared,
         async_copy=True,

@@ -29,7 +29,6 @@ FAMILIES: tuple[tuple[Version, Version, str], ...] = (
 )
 FLASH_REFUSES = ("pvc",)  # its SYCL-TLA kernels were reported wrong there
 NATIVE_FP8_FROM: Version = (35, 0)  # Xe3P; the XMX units before it take float16, bfloat16, tf32 and int8
-HEAD_DIMS = tuple(range(8, 257, 8))
 RUNTIME_BYTES = 500 * 2**20  # driver and oneDNN, before the first tensor
 
 

@@ -118,6 +118,12 @@ class H3Denoiser:
         mine = Rotary(rotary.cos[:, rows], rotary.sin[:, rows])
         return entries[:, rows], mine, Part(mask, lengths, index)
 
+    def join(self, arguments: Sequence[tuple[Tensor, Rotary, Mask]]) -> tuple[Tensor, Rotary, Mask]:
+        """What the blocks take for several pictures side by side; see `models.spec.Denoiser`."""
+        entries, rotaries, masks = zip(*arguments, strict=True)
+        both = Rotary(torch.cat([r.cos for r in rotaries]), torch.cat([r.sin for r in rotaries]))
+        return torch.cat(entries), both, masks[0]
+
     def head(self, hidden: Tensor, step: int) -> Tensor:
         """Hidden rows [B, S, C] -> velocity float32 [B, latent channels, h, w]."""
         index = self.final_indices[step].expand(hidden.shape[0], -1)

@@ -78,6 +78,19 @@ class Times:
 
 
 @dataclass(frozen=True)
+class KeptPrefix:
+    """The prefix of the last picture, and what it was made of: pictures of one request share it."""
+
+    prompt: Conditioning
+    canvas: int
+    branches: tuple[int, ...]
+    prefix: Prefix
+
+    def serves(self, prompt: Conditioning, canvas: int, branches: tuple[int, ...]) -> bool:
+        return self.prompt is prompt and (self.canvas, self.branches) == (canvas, branches)
+
+
+@dataclass(frozen=True)
 class BoundBlock:
     """A block with its place among the layers, by which it finds its part of the prefix."""
 
@@ -115,6 +128,15 @@ class HunyuanDenoiser:
         mine = Rotary(rotary.cos[:, rows], rotary.sin[:, rows])
         return mine, Part(mask, lengths, index), keys, values
 
+    def join(self, arguments: Sequence[Arguments]) -> Arguments:
+        """What the blocks take for several pictures side by side; see `models.spec.Denoiser`.
+
+        Where rows stand, their number and the canvas say alike for all.
+        """
+        rotary, mask, _, _ = arguments[0]
+        keys = torch.cat([own[2] for own in arguments], dim=1)
+        return rotary, mask, keys, torch.cat([own[3] for own in arguments], dim=1)
+
     def head(self, hidden: Tensor, step: int) -> Tensor:
         """Rows [B, S, C] -> velocity towards the data, float32 [B, latent channels, h, w].
 
@@ -142,6 +164,8 @@ class HunyuanImage:
         self.dit = dit
         self.vae = vae
         self.tokens = tokens
+        self._kept: KeptPrefix | None = None
+        self._kept_times: tuple[tuple[Schedule, float | None], Times] | None = None
 
     def component(self, name: str) -> nn.Module:
         """The module of "text_encoder", "dit" or "vae"."""
@@ -156,7 +180,7 @@ class HunyuanImage:
 
     def finish_loading(self, schedule: Schedule, device: str | None = None) -> None:
         """Lays the convolutions' weights out as rows of channels, as the picture's rows lie in memory; what
-        depends on the schedule is small and made for each request.
+        depends on the schedule is small and made when a request asks for it.
         """
         for module in (*self.dit.patch_embed.modules(), *self.dit.final_layer.modules()):
             if isinstance(module, nn.Conv2d):
@@ -198,12 +222,9 @@ class HunyuanImage:
     ) -> HunyuanDenoiser:
         """The prefix run through all layers; see `models.spec.Model`."""
         config, device = self.dit.config, self.dit.device
-        canvas = self.spec.sizes.canvases.index((width, height))
-        marks = torch.cat([prompt.marks, prompt.ratios[canvas : canvas + 1]]).to(device)  # [3, C]
-        text = prompt.text[list(branches)].to(device)  # [B, L - 3, C]
-        states = torch.cat([text, marks.expand(len(branches), -1, -1)], dim=1)
+        prefix = self._prefix(prompt, self.spec.sizes.canvases.index((width, height)), branches)
         _, h, w = self.latent_shape(width, height)
-        length = states.shape[1]
+        length = prefix.k.shape[2]
         positions = torch.cat(
             [
                 text_positions(length, config.slots, device),
@@ -214,7 +235,7 @@ class HunyuanImage:
             dit=self.dit,
             blocks=tuple(BoundBlock(cast(Block, block), n) for n, block in enumerate(self.dit.layers)),
             shape=(h, w),
-            prefix=self.dit.prefill(states),
+            prefix=prefix,
             rotary=rotary_of(positions, config),
             mask=image_mask(length, config.slots, h * w),
             times=self._times(schedule, guidance),
@@ -252,8 +273,26 @@ class HunyuanImage:
             latents = F.interpolate(latents, size=size, mode="area")
         return from_centre(self.vae(latents / self.spec.config.vae.scaling_factor)[0])
 
+    def _prefix(self, prompt: Conditioning, canvas: int, branches: tuple[int, ...]) -> Prefix:
+        """Run through all layers, or kept from the picture before, whose numbers are the same."""
+        if self._kept is None or not self._kept.serves(prompt, canvas, branches):
+            self._kept = None  # its memory is free before the next one is made
+            device = self.dit.device
+            marks = torch.cat([prompt.marks, prompt.ratios[canvas : canvas + 1]]).to(device)  # [3, C]
+            text = prompt.text[list(branches)].to(device)  # [B, L - 3, C]
+            states = torch.cat([text, marks.expand(len(branches), -1, -1)], dim=1)
+            self._kept = KeptPrefix(prompt, canvas, branches, self.dit.prefill(states))
+        return self._kept.prefix
+
     def _times(self, schedule: Schedule, guidance: float | None) -> Times:
-        """Embeddings of all steps, each made on its own, so that none depends on how many there are."""
+        """Embeddings of all steps, those of the picture before where it had the same."""
+        asked = schedule, guidance
+        if self._kept_times is None or self._kept_times[0] != asked:
+            self._kept_times = asked, self._new_times(schedule, guidance)
+        return self._kept_times[1]
+
+    def _new_times(self, schedule: Schedule, guidance: float | None) -> Times:
+        """Each step's made on its own, so that none depends on how many there are."""
         dit, device = self.dit, self.dit.device
         levels = 1000.0 * torch.tensor(schedule.sigmas, dtype=torch.float32, device=device)  # [steps + 1]
         scale = torch.tensor([guidance or 1.0], dtype=torch.float32, device=device)

@@ -79,6 +79,7 @@ class HunyuanSpec(ModelSpec):
             FusionRequest("swiglu", dtype, dit.moe_intermediate_size),
             FusionRequest("swiglu", dtype, dit.shared_size),
             FusionRequest("route", dtype, dit.hidden_size),
+            FusionRequest("deal", dtype, dit.num_experts),
             FusionRequest("expert_linear", dtype, dit.hidden_size),
             FusionRequest("combine_experts", dtype, dit.hidden_size),
         )
@@ -144,8 +145,9 @@ class HunyuanSpec(ModelSpec):
         config = self.config.dit
         width, rows = config.hidden_size, self.rows(workload)
         keys = config.num_key_value_heads * config.attention_head_dim
-        prefix = 2 * config.num_hidden_layers * self.guidance_branches * workload.prompt_tokens * keys * item
-        stays = prefix + 3 * rows * width * item  # residual, its norm, the branch that is added
+        stays = (
+            self._prefix_bytes(workload, item) + 3 * rows * width * item
+        )  # residual, its norm, the branch that is added
         chosen = rows * config.moe_topk
         hidden = config.moe_intermediate_size
         experts = chosen * item * max(width + 2 * hidden, 3 * hidden, hidden + width)
@@ -154,6 +156,12 @@ class HunyuanSpec(ModelSpec):
         attention = rows * item * (config.qkv_size + 3 * config.inner_size) + 2 * turned
         convolutions = 3 * 4 * rows * width
         return stays + max(experts, attention, convolutions)
+
+    def _prefix_bytes(self, workload: Workload, item: int) -> int:
+        """Keys and values of the prefix, which are kept for the next picture of the request."""
+        config = self.config.dit
+        keys = config.num_key_value_heads * config.attention_head_dim
+        return 2 * config.num_hidden_layers * self.guidance_branches * workload.prompt_tokens * keys * item
 
     def _vae_bytes(self, workload: Workload, numbers: Numbers) -> Bytes:
         config, item = self.config.vae, DTYPE_BYTES[numbers.dtype]
@@ -171,6 +179,7 @@ class HunyuanSpec(ModelSpec):
             pixels = batch * rows.size * columns.size
         values = round(per_pixel * pixels)
         live = DECODE_COPIES * item * values + min(NORM_BYTES, 16 * values)
+        live += self._prefix_bytes(workload, DTYPE_BYTES["bfloat16"])
         weights = round(item * kept)
         return Bytes(weights, live, {"decoder": weights})
 
@@ -260,9 +269,9 @@ def _tensor_plan(config: DiTConfig) -> tuple[TensorSplit, ...]:
         TensorSplit("dit", f"{layer}self_attn.qkv_proj", "out", (queries, keys, keys)),
         TensorSplit("dit", f"{layer}self_attn.o_proj", "in"),
         TensorSplit("dit", f"{layer}mlp.shared_mlp.gate_and_up_proj", "out", (shared, shared)),
-        TensorSplit("dit", f"{layer}mlp.shared_mlp.down_proj", "in"),
+        TensorSplit("dit", f"{layer}mlp.shared_mlp.down_proj", "in", sum_at=f"{layer}mlp"),
         TensorSplit("dit", f"{layer}mlp.experts.gate_and_up_proj", "out", (hidden, hidden), count),
-        TensorSplit("dit", f"{layer}mlp.experts.down_proj", "in", (), count),
+        TensorSplit("dit", f"{layer}mlp.experts.down_proj", "in", (), count, sum_at=f"{layer}mlp"),
     )
 
 
