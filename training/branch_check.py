@@ -97,7 +97,8 @@ def trace(model: H3Image, wish: Wish, steps: Sequence[int] = STEPS) -> Trace:
     latents: dict[int, Tensor] = {}
     blocks: dict[int, tuple[BlockTrace, ...]] = {}
     schedule = model.schedule(6)
-    noise = draw_noise((1, *model.latent_shape(*wish.size)), wish.seed)
+    denoiser = prepare(model, wish)
+    noise = draw_noise((1, *model.latent_shape(*wish.size)), wish.seed).to(denoiser.prefix.device)
     seen: list[Tensor] = [noise]
 
     def run(bound: Any, hidden: Tensor, arguments: Any) -> Tensor:
@@ -116,7 +117,7 @@ def trace(model: H3Image, wish: Wish, steps: Sequence[int] = STEPS) -> Trace:
         return hidden
 
     denoise(
-        [prepare(model, wish)],
+        [denoiser],
         [noise],
         schedule,
         on_step=lambda done, latents: seen.append(latents[0].clone()),
