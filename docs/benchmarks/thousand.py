@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 # kind -> (share of requests, seconds on one device): H3-Image in BF16 on one H200, prompt to PNG (h200.md)
-KINDS = {"2048x2048": (0.7, 1.94), "4096x4096": (0.3, 9.85)}
+KINDS = {"2048x2048": (0.7, 1.92), "4096x4096": (0.3, 9.76)}
 GAINS = {1: 1.0, 2: 1.85, 4: 3.4, 8: 5.8}  # of the device count on one request
 REQUESTS = 200_000
 HOST_DEVICES = 8
