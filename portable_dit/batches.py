@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 LEAST_VALUES = {torch.float32: 1 << 10, torch.float16: 1 << 23, torch.bfloat16: 1 << 26}
 MOST_DRAWINGS = 512  # of a shape; one that needs more is never drawn as a batch
 MOST_KNOWN = 256  # shapes that are remembered, each with a few hundred bytes
+ANOTHER = "another rank objects"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Batches:
             progress = f"{known.done} of {known.needed} comparisons are done that show"
             objection = f"{progress} whether {count} at once come out the same"
         objection = known.objection or objection
-        return None if self._agreed(objection is None) else objection or "another rank objects"
+        return None if self._agreed(objection is None) else objection or ANOTHER
 
     def compare(
         self,
@@ -92,12 +93,14 @@ class Batches:
         count, rows = len(embedded), embedded[0][0]
         needed = -(-LEAST_VALUES[rows.dtype] // (rows.numel() * len(denoisers[0].blocks)))
         done = self._of(shape, count).done
+        objection = None
         if len({shape_of(own) for own in embedded}) > 1:
-            self._keep(shape, count, _Known(objection="their rows are not alike"))
+            objection = "their rows are not alike"
         elif needed > MOST_DRAWINGS:
             few = f"so few numbers in {str(rows.dtype).removeprefix('torch.')}"
-            text = f"{few} do not show whether {count} at once come out the same"
-            self._keep(shape, count, _Known(objection=text))
+            objection = f"{few} do not show whether {count} at once come out the same"
+        if not self._agreed(objection is None):  # ranks of other guidance branches have other rows
+            self.refuse(shape, count, objection or ANOTHER)
         elif self._agreed(_bits_are_kept(done, denoisers, embedded, run)):
             self._keep(shape, count, _Known(done + 1, needed))
         else:

@@ -8,7 +8,7 @@ Letters: H W pixels.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -70,11 +70,16 @@ class Drawing:
         self._begun = time.perf_counter()
         self._decoded = 0
         self._no_file: PortableDitError | None = None
+        self._refused: dict[str, str] = {}  # by component: why a call was not captured
         self._waiting: list[_Undeveloped] = []
         self._pictures: list[Picture] = []
 
     def start(self) -> None:
         self.emit(Started(self.request.images, self.request.steps))
+
+    def note_refused(self, refused: Mapping[str, str]) -> None:
+        """Takes over why calls of an image of this drawing were not captured, by component."""
+        self._refused.update(refused)
 
     def fail(self, error: PortableDitError) -> None:
         """There will be no result."""
@@ -158,7 +163,7 @@ class Drawing:
             "precision": dict(plan.dtype),
             "quantization": dict(plan.formats),
             "kernels": {name: dict(plan.choices(name)) for name in COMPONENTS},
-            "notes": list(self._recorded_notes()),
+            "notes": [*self._recorded_notes(), *self._uncaptured(in_file=True)],
         }
 
     def _result(self) -> Result:
@@ -170,7 +175,13 @@ class Drawing:
             backend=plan.backend,
             device=plan.device,
             kernels=plan.kernels,
-            notes=(*self._recorded_notes(), *dict.fromkeys(self.notes), *self.loaded.graphs.let_go),
+            notes=(
+                *self._recorded_notes(),
+                *self._at_once(),
+                *self._uncaptured(),
+                *dict.fromkeys(self.notes),
+                *self.loaded.graphs.let_go,
+            ),
             changes=(*self.setup.changes, *self.request.notes, *self._uncaptured()),
         )
 
@@ -181,16 +192,28 @@ class Drawing:
             *request.output_size, *drawn
         )
         own = request.notes if request.output_size == drawn else (resized, *request.notes)
-        return (*self.setup.notes, *own, *self._uncaptured())
+        return (*self.setup.notes, *own)
 
-    def _uncaptured(self) -> tuple[str, ...]:
-        """What the plan has as graphs and the backend could not capture. Strict, it is refused."""
-        notes = tuple(
-            f"graphs.{name}: {reason}" for name, reason in sorted(self.loaded.graphs.refused.items())
-        )
+    def _at_once(self) -> tuple[str, ...]:
+        """What is taken fewer at a time to fit than at the default size, by the plan of this request.
+
+        No bit of an image depends on it, so it is not in the file.
+        """
+        known = self.setup.plan.notes
+        return tuple(n.text for n in self.plan.notes if n.code in ("batch", "tiles") and n not in known)
+
+    def _uncaptured(self, *, in_file: bool = False) -> tuple[str, ...]:
+        """What the plan has as graphs and the backend could not capture. Strict, it is refused.
+
+        in_file: not of the DiT, whose calls depend on how many images are side by side: equal images have
+        equal files.
+        """
+        notes = {name: f"graphs.{name}: {reason}" for name, reason in sorted(self._refused.items())}
         if notes and self.setup.strict:
-            raise BackendError("\n".join(f"strict: {note}" for note in notes))
-        return notes
+            raise BackendError("\n".join(f"strict: {note}" for note in notes.values()))
+        if in_file:
+            notes.pop("dit", None)
+        return tuple(notes.values())
 
 
 def _timed_encode(picture: Picture, format: str) -> tuple[bytes, float]:

@@ -103,12 +103,19 @@ class Graphs:
         self.let_go: tuple[str, ...] = ()
 
     def begin(self, limit: int | None = None) -> None:
-        """A request starts, in which captured calls may hold `limit` bytes; None is no limit.
+        """Requests start, beside which captured calls may hold `limit` bytes; None is no limit.
 
-        From here on `refused` says, by component, why a call of this request was not captured, and `let_go`
-        says so when captured calls had to make room for it.
+        From here on `let_go` says so when captured calls had to make room for them.
         """
-        self._limit, self.refused, self.let_go = limit, {}, ()
+        self.let_go = ()
+        self.next_shape(limit)
+
+    def next_shape(self, limit: int | None) -> None:
+        """Pictures of one shape follow, beside which captured calls may hold `limit` bytes.
+
+        From here on `refused` says, by component, why a call of theirs was not captured.
+        """
+        self._limit, self.refused = limit, {}
         self._eager = {
             key: call
             for key, call in self._eager.items()
@@ -164,7 +171,7 @@ class Graphs:
         component, reason = key[0], _Reason.TOO_LARGE
         if not self._all(component, len(self._live) < self._max_live):
             self._shed(component, until=lambda: len(self._live) < self._max_live)
-        for attempt in range(2 if self._limit != 0 else 0):
+        for attempt in range(2 if self._all(component, self._limit != 0) else 0):
             failed = self._try(key, function, inputs)
             if self._all(component, failed is None):
                 if not self._within(component):

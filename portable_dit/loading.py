@@ -34,7 +34,6 @@ from portable_dit.models.spec import (
     Family,
     Model,
     ModelSpec,
-    Workload,
     matches,
 )
 from portable_dit.plan import Plan, make_plan
@@ -93,12 +92,11 @@ class Setup:
 
     def plan_of(self, request: ResolvedRequest) -> Plan:
         """The plan as it is for this request, whose memory may differ from that of the default picture."""
-        workload = Workload(
+        workload = replace(
+            self.plan.workload,
             width=request.width,
             height=request.height,
-            prompt_tokens=self.spec.prompt_tokens,
             reference_sizes=tuple(reference.size for reference in request.references),
-            batch=self.recipe.batch,
         )
         if workload == self.plan.workload:
             return self.plan

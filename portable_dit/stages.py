@@ -67,7 +67,9 @@ def pass_through(drawings: Sequence[Drawing]) -> tuple[Outcome, ...]:
                 drawing.deliver()
         for drawing in drawings:
             drawing.deliver(wait=True)
-    return tuple(drawing.outcome for drawing in drawings if drawing.outcome is not None)
+    outcomes = tuple(drawing.outcome for drawing in drawings if drawing.outcome is not None)
+    assert len(outcomes) == len(drawings)
+    return outcomes
 
 
 @dataclass(eq=False)
@@ -126,7 +128,7 @@ class _Stages:
         self.mesh = drawing.mesh
 
     def begin(self, drawings: Sequence[Drawing]) -> None:
-        """Sets what captured calls may hold beside these drawings."""
+        """Has captured calls leave room for the text encoder beside any of these drawings."""
         self.loaded.graphs.begin(min(drawing.plan.bytes.graphs for drawing in drawings))
 
     def encode_prompts(self, drawings: Sequence[Drawing]) -> dict[Drawing, Any]:
@@ -170,6 +172,7 @@ class _Stages:
     def _draw(self, images: Sequence[_Image], encoder: Executor) -> str | None:
         """Draws images side by side, or says what is against it; nothing is, where there is one."""
         batches, count = self.loaded.batches, len(images)
+        self.loaded.graphs.next_shape(images[0].drawing.plan.bytes.graphs)
         with self._its_own(list(dict.fromkeys(image.drawing for image in images))):
             try:
                 if count > 1:
@@ -271,6 +274,7 @@ class _Stages:
             if drawing.leave_if_cancelled("between two stages"):
                 return
             pixels, seconds = self._decode(image)
+            drawing.note_refused(self.loaded.graphs.refused)
             picture = None
             if pixels is not None:
                 drawing.emit(Decoded(image.number, seconds))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ class Profiler:
         self._log = log
         self._start = time.perf_counter()
         self._events: list[dict[str, Any]] = []
+        self._adding = threading.Lock()  # a request may end while one beside it is still measured
         self._written = 0
 
     @contextmanager
@@ -68,27 +70,34 @@ class Profiler:
     def add(self, name: str, begin: float, end: float, **facts: Any) -> None:
         """An event of the trace: microseconds since the profiler started."""
         at = {"ts": round((begin - self._start) * 1e6, 1), "dur": round((end - begin) * 1e6, 1)}
-        self._events.append({"name": name, "ph": "X", "pid": os.getpid(), "tid": 1, **at, "args": facts})
+        event = {"name": name, "ph": "X", "pid": os.getpid(), "tid": 1, **at, "args": facts}
+        with self._adding:
+            self._events.append(event)
 
     def end_request(self, title: str) -> None:
         """Logs a line for the request and adds its events to the file, which is whole JSON at any time.
 
         With those of requests beside it that have not ended. Without events it does nothing.
         """
-        if not self._events:
+        with self._adding:
+            events, self._events = self._events, []
+        if not events:
             return
         seconds: dict[str, list[float]] = {}
-        for event in self._events:
+        for event in events:
             seconds.setdefault(event["name"], []).append(event["dur"] / 1e3)
         parts = (f"{name} {len(times)} x {sum(times) / len(times):.2f} ms" for name, times in seconds.items())
         self._log(f"profile: {title}: {', '.join(parts)}")
         if self._written < MAX_EVENTS:
-            text = ",\n".join(json.dumps(event) for event in self._events)
+            text = ",\n".join(json.dumps(event) for event in events)
             self._file.seek(self._file.seek(0, os.SEEK_END) - len("]\n"))
             self._file.write((",\n" if self._written else "") + text + "]\n")
             self._file.flush()
-            self._written += len(self._events)
-        self._events.clear()
+            self._written += len(events)
+
+    def close(self) -> None:
+        """Closes the file, which has been whole since the last request ended."""
+        self._file.close()
 
 
 class ProfiledProcess(ThisProcess):
@@ -118,6 +127,10 @@ class ProfiledProcess(ThisProcess):
             return super().draw(requests, tell, cancelled, previews)
         finally:
             self._profiler.end_request("without pictures")
+
+    def close(self) -> None:
+        super().close()
+        self._profiler.close()
 
 
 class _ProfiledModel:

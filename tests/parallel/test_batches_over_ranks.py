@@ -7,13 +7,18 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
+import torch
 
 from portable_dit import Engine, Request
+from portable_dit.batches import LEAST_VALUES, MOST_DRAWINGS, Batches
 from portable_dit.errors import CancelledError
 from portable_dit.result import Finished, Stepped
+from portable_dit.sampling import run_blocks
 
 REQUESTS = [
     Request("a red apple", seed=1, images=2),
@@ -150,7 +155,8 @@ with Engine.load(sys.argv[1], keys) as engine:
     kinds = [type(one).__name__ for one in outcomes]
     found = [[hashlib.sha256(image.pixels.tobytes()).hexdigest()[:16], image.batch]
              for one in outcomes if kinds and hasattr(one, "images") for image in one.images]
-    print("told", engine.leads, last, kinds, found, flush=True)
+    # One write, so that no other rank's line stands inside.
+    sys.stdout.write(f"told {engine.leads} {last} {kinds} {found}\\n")
 """
 
 
@@ -187,3 +193,42 @@ def test_processes_of_torchrun_draw_several_requests_side_by_side(tiny_recipe, t
     kinds = ["Result", "Result", "RequestError", "Result"]
     assert told["True"][2:] == ["Finished", f"{kinds} {found}"]
     assert told["False"][2:] == ["Finished", f"{kinds} []"]
+
+
+class Agreeing:
+    """What `Batches` asks of a mesh, for one of two ranks that are threads."""
+
+    def __init__(self, rank: int, said: list[bool], meet: Barrier) -> None:
+        self.rank, self.said, self.meet = rank, said, meet
+
+    def all(self, wish: bool) -> bool:
+        self.said[self.rank] = wish
+        self.meet.wait()
+        both = all(self.said)
+        self.meet.wait()
+        return both
+
+
+class Same:
+    blocks = (lambda hidden: hidden,)
+
+    def join(self, arguments):
+        return ()
+
+
+def test_guidance_branches_of_which_one_has_too_few_rows_to_compare_refuse_together():
+    """Their prompts take other numbers of rows, so one rank may object to what the other would compare."""
+    enough, said, meet = LEAST_VALUES[torch.bfloat16] // MOST_DRAWINGS, [True, True], Barrier(2, timeout=5)
+
+    def objection(rank: int) -> str | None:
+        batches = Batches(Agreeing(rank, said, meet))
+        rows = torch.zeros(1, 1, enough - rank, dtype=torch.bfloat16)
+        assert batches.is_open("a shape", 2)
+        batches.compare("a shape", [Same(), Same()], [(rows, ())] * 2, run_blocks)
+        assert not batches.is_open("a shape", 2)
+        return batches.objection("a shape", 2)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(objection, range(2))
+    assert first == "another rank objects"
+    assert "so few numbers in bfloat16" in second

@@ -487,3 +487,12 @@ def test_an_unknown_public_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="nothing_like_that"):
         portable_dit.nothing_like_that  # noqa: B018
+
+
+def test_what_is_taken_fewer_at_a_time_for_a_large_request_is_noted_in_its_result_alone(tiny_recipe):
+    """The plan of the default size, which the engine is loaded by, has room for all."""
+    with Engine.load(tiny_recipe, {"batch": 64, "device.memory_gib": 310e6 / 0.97 / 2**30}) as engine:
+        assert not any("at once" in note for note in engine.generate("a red apple").notes)
+        result = engine.generate(Request("a red apple", size=(256, 256)))
+    assert any("pictures at once instead of 64, to fit" in note for note in result.notes)
+    assert not any("at once" in note for note in result.images[0].record["notes"])

@@ -156,3 +156,33 @@ def test_a_text_encoder_without_room_gets_that_of_captured_calls(apart, eager):
     assert result.changes == ()
     assert "let go" not in " ".join(result.images[0].record["notes"])
     assert np.array_equal(result.images[0].pixels, eager.generate("a green apple").images[0].pixels)
+
+
+def test_what_runs_eagerly_of_one_request_is_not_noted_at_another_that_is_drawn_with_it(apart):
+    small, large = Request("a red apple", size=(64, 64)), Request("a red apple", size=(128, 96))
+    with apart(ALWAYS, {"graphs.vae": False}) as engine:
+        engine.generate(small)
+        enough = engine.setup.backend.held() / 2**30
+    with apart(ALWAYS, {"graphs.vae": False, "graphs.memory_gib": enough}) as engine:
+        alone = engine.generate(small).images[0].data("png")
+        for order in ((large, small), (small, large)):
+            results = dict(zip(order, engine.generate_all(order), strict=True))
+            assert any("graphs.dit" in change for change in results[large].changes)
+            assert results[small].changes == ()
+            assert results[small].images[0].data("png") == alone
+
+
+def test_a_batch_that_is_too_large_to_be_captured_leaves_the_files_as_they_are_alone(apart):
+    requests = [Request("a red apple", seed=1), Request("a red apple", seed=2)]
+    keys = {"batch": 2, "graphs.vae": False}
+    with apart(ALWAYS, keys) as engine:
+        engine.generate(requests[0])
+        enough = engine.setup.backend.held() / 2**30
+    with apart(ALWAYS, {**keys, "graphs.memory_gib": enough}) as engine:
+        together = engine.generate_all(requests)
+        for request, result in zip(requests, together, strict=True):
+            assert result.images[0].batch == 2
+            assert any("graphs.dit" in change for change in result.changes)
+            alone = engine.generate(request)
+            assert alone.changes == ()
+            assert alone.images[0].data("png") == result.images[0].data("png")

@@ -7,6 +7,7 @@ import base64
 import json
 import sqlite3
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from portable_dit.server.answers import Blobs
 from portable_dit.server.images import preview_steps
 from portable_dit.server.job_store import JobStore
 from portable_dit.server.messages import PictureFile
+from portable_dit.server.profiler import Profiler
 from portable_dit.server.settings import Settings, default_jobs_file, read_keys
 
 
@@ -170,3 +172,22 @@ def test_jobs_are_kept_in_the_users_state_folder(tmp_path):
 def test_loopback_is_known(tmp_path):
     assert all(Settings(host=host).is_loopback for host in ("127.0.0.1", "localhost", "::1"))
     assert not any(Settings(host=host).is_loopback for host in ("0.0.0.0", "::", "10.0.0.1"))
+
+
+def test_what_is_measured_while_another_request_of_the_call_ends_is_not_lost(tmp_path):
+    """Requests end on the caller's thread, and the one that draws goes on with those beside them."""
+    file, count = tmp_path / "trace.json", 20_000
+    profiler = Profiler(file, wait=lambda: None, log=lambda line: None)
+
+    def draw() -> None:
+        for number in range(count):
+            profiler.add("part", 0.0, 0.0, number=number)
+
+    drawing = threading.Thread(target=draw)
+    drawing.start()
+    while drawing.is_alive():
+        profiler.end_request("one")
+    drawing.join()
+    profiler.end_request("the last")
+    profiler.close()
+    assert [event["args"]["number"] for event in json.loads(file.read_text())] == list(range(count))

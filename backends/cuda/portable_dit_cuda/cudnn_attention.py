@@ -29,13 +29,15 @@ from portable_dit.errors import BackendError
 from portable_dit.piecewise import MASKS_IN_PIECES
 from portable_dit_cuda.attention import OnChips
 from portable_dit_cuda.chips import capability_of, refuse_library
-from portable_dit_cuda.flash import _per_head
+from portable_dit_cuda.flash import quantize_heads_plainly
 from portable_dit_cuda.fusions import has_triton, quantize_heads
 from portable_dit_cuda.linear import expand
 
 LIBRARY = "nvidia-cudnn-frontend"
 WEIGHT_SCALE = 256.0  # weights are 0 .. 1 and e4m3 ends at 448; a power of two rounds as none at all would
 RESULT_SCALE = 1 / (1 + 2**-4)  # e4m3 rounds a weight by a sixteenth of it at most
+# Plans whose kernels a graph replays: they must outlive the others, since a replay does not come by here.
+captured: set[Callable[[Mapping[str, Tensor]], Tensor]] = set()
 PLANS = 64  # shapes that are planned and kept; a picture has one, or one for each piece of its mask
 SCALES: Mapping[str, float] = {
     "descale_v": 1.0,
@@ -49,7 +51,7 @@ class CudnnFp8Attention(OnChips):
     """cuDNN in e4m3: one scale for a batch entry's queries, one for its keys, one for each head's values.
 
     It runs only when it is named. Batch entries are attended to one by one, so that none shares its scales.
-    The operation alone takes 0.745 ms at 4416 rows of 56 heads on an H200 with cuDNN 9.19, and 9.70 ms at
+    The operation alone takes 0.745 ms at 4416 rows of 56 heads on an H200 with cuDNN 9.19, and 9.69 ms at
     16800, where FlashAttention 3 in bfloat16 takes 0.86 and 11.6; the error is 6.0e-2 on random data.
     """
 
@@ -80,11 +82,13 @@ class CudnnFp8Attention(OnChips):
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     """[1, Sq, N, D], [1, Sk, heads, D] twice -> [1, Sq, N, D]."""
     heads, device = k.shape[2], q.device
-    quantize = quantize_heads if q.is_cuda and has_triton() else _per_head
+    quantize = quantize_heads if q.is_cuda and has_triton() else quantize_heads_plainly
     (q_values, q_scale), (k_values, k_scale) = quantize(q, 1), quantize(k, 1)
     v_values, v_scales = quantize(v, heads)
     gives = q.dtype if q.is_cuda and torch.cuda.get_device_capability(device) >= (10, 0) else q_values.dtype
     plan = _plan(_Shape(device, q.shape[1], k.shape[1], q.shape[2], heads, q.shape[3], causal, scale, gives))
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        captured.add(plan)
     result = plan(
         {
             "q": q_values.contiguous(),

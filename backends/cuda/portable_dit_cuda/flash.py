@@ -125,7 +125,7 @@ class Fa3Fp8Attention(OnChips):
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         heads = k.shape[2]
-        quantize = quantize_heads if q.is_cuda and has_triton() else _per_head
+        quantize = quantize_heads if q.is_cuda and has_triton() else quantize_heads_plainly
         (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(t, heads) for t in (q, k, v))
         function = library_function(FA3_MODULES, "flash_attn_func")
         out = function(
@@ -170,7 +170,7 @@ def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
 
 
-def _per_head(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def quantize_heads_plainly(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """x [B, S, N, D] as e4m3, and the scale [B, heads] that each group of N / heads heads shares."""
     groups = x.unflatten(2, (heads, -1))  # [B, S, heads, N / heads, D]
     scales = (groups.abs().amax(dim=(1, 3, 4)).float() / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)

@@ -64,6 +64,14 @@ def kernels() -> ModuleType:
     return triton_kernels
 
 
+@cache
+def head_kernels() -> ModuleType:
+    """Those that go by attention heads."""
+    from portable_dit_cuda import triton_heads
+
+    return triton_heads
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """ops.rms_norm: one read and one write of x."""
     rows = _rows(x)
@@ -221,7 +229,7 @@ def head_norm_rotary(x: Tensor, weight: Tensor | None, eps: float, rotary: Rotar
     group = gcd(pairs, 16) if pairs else min(block, 16)
     together = max(256 // block, 1)  # 8 channels for each thread of a warp
     turns = gcd(-(-heads // together), 4)
-    kernels().head_norm_rotary[(batch * rows, -(-heads // (together * turns)))](
+    head_kernels().head_norm_rotary[(batch * rows, -(-heads // (together * turns)))](
         x,
         x if weight is None else weight,
         cos,
@@ -287,8 +295,10 @@ def quantize_heads(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     grid = (-(-rows // HEAD_TILE), count, batch)
     strides = x.stride(0), x.stride(1), x.stride(2)
     sizes = {"GROUP": count // heads, "ROWS": HEAD_TILE, "BLOCK": _power_of_two(dim)}
-    kernels().largest_of_heads[grid](x, largest, rows, dim, heads, *strides, **sizes)
-    kernels().quantize_heads[grid](x, largest, values, scales, rows, count, dim, heads, *strides, **sizes)
+    head_kernels().largest_of_heads[grid](x, largest, rows, dim, heads, *strides, **sizes)
+    head_kernels().quantize_heads[grid](
+        x, largest, values, scales, rows, count, dim, heads, *strides, **sizes
+    )
     return values, scales
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import triton
-from portable_dit_cuda import triton_experts, triton_kernels
+from portable_dit_cuda import triton_experts, triton_heads, triton_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -104,7 +104,9 @@ VARIANTS = (
 
 def compiled(name: str, constants: dict[str, int], warps: int, other: dict[str, str], chip: int) -> object:
     """One kernel as machine code, with sizes and addresses that are multiples of 16, as they are in use."""
-    kernel = getattr(triton_kernels, name, None) or getattr(triton_experts, name)
+    kernel = next(
+        getattr(m, name) for m in (triton_kernels, triton_heads, triton_experts) if hasattr(m, name)
+    )
     types = {**POINTERS, **SCALARS, **other, **dict.fromkeys(constants, "constexpr")}
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
     aligned = [i for i, a in enumerate(kernel.arg_names) if signature[a].startswith(("*", "i32"))]

@@ -100,7 +100,7 @@ def heads_in_8_bits() -> None:
     packed = torch.randn(2, 130, 3, 4, 24, generator=torch.Generator().manual_seed(3)) * 7
     for x, heads in ((packed[:, :, 0], 4), (packed[:, :, 1], 2)):
         values, scales = fusions.quantize_heads(x, heads)
-        wanted, wanted_scales = flash._per_head(x, heads)
+        wanted, wanted_scales = flash.quantize_heads_plainly(x, heads)
         wrong = (values.float() != wanted.float()).float().mean()
         if not torch.equal(scales, wanted_scales) or wrong > 0.03:
             print(f"quantize_heads {heads}: scales or values differ")
