@@ -138,6 +138,10 @@ class Engine:
         changes no bit of any. on_event, cancelled: as for `generate`, with the place of a request among them.
         previews: for each. What goes wrong with more than one request is raised.
         """
+        if isinstance(requests, str):
+            raise RequestError(f"requests: a list is needed, such as [{requests!r}], and not one prompt.")
+        if previews is not None and len(previews) != len(requests):
+            raise RequestError(f"previews: {len(previews)} for {len(requests)} requests. Say one for each.")
         checked = [self._checked(request) for request in requests]
         right = {place: one for place, one in enumerate(checked) if isinstance(one, ResolvedRequest)}
         drawn = self._draw(right, on_event, cancelled, previews) if right else {}

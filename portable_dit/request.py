@@ -295,7 +295,8 @@ def _read_references(
         return [], []
     if len(sources) > spec.max_references:
         most = f"at most {spec.max_references}" if spec.max_references else "none"
-        problems.append(f"references: {len(sources)} were given and {spec.id} takes {most}. Leave some out.")
+        out = "Leave some out." if spec.max_references else "Leave them out."
+        problems.append(f"references: {len(sources)} were given and {spec.id} takes {most}. {out}")
         return [], []
     images: list[tuple[str, Pixels]] = []
     notes: list[str] = []

@@ -101,7 +101,9 @@ def _explain_scaling(
     with console.capture() as told:
         console.print(f"{plan.model} at {plan.workload.width}x{plan.workload.height} on {plan.device}")
         console.print(rows)
-    typer.echo(told.get() + "Predicted from declared figures, not measured: docs/scaling.md.")
+    more = len(found) - MOST_LAYOUTS
+    rest = f"{more} more with less to gain: --json has all.\n" if more > 0 else ""
+    typer.echo(f"{told.get()}{rest}Predicted from declared figures, not measured: docs/scaling.md.")
 
 
 def make_workload(spec: ModelSpec, size: str | None, image_count: int) -> Workload:

@@ -54,7 +54,7 @@ def manifest(folder: Folder) -> None:
 
 @app.command()
 def init(
-    output: Annotated[Path, typer.Option("-o", "--output", help="A new or empty folder.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A new or empty folder.")] = None,
     model: Annotated[str, typer.Option(help="Whose layout: h3-image or hunyuan-image-3.")] = "h3-image",
     config: Annotated[str, typer.Option(help="tiny, or full (135 and 170 GB).")] = "tiny",
     dialect: Annotated[
@@ -85,6 +85,8 @@ def init(
 
     if dry_run:
         files = module.plan_random(config, dialect)
+    elif output is None:
+        raise WeightsError("-o: missing. Name a new or empty folder, or say --dry-run to see its files.")
     else:
         files = module.write_random(output, config=config, dialect=dialect, seed=seed, on_file=show)
     if json:
@@ -96,7 +98,8 @@ def init(
             }
             for f in files
         ]
-        typer.echo(json_text.dumps({"folder": str(output), "written": not dry_run, "files": tensors}))
+        folder = None if output is None else str(output)
+        typer.echo(json_text.dumps({"folder": folder, "written": not dry_run, "files": tensors}))
         return
     if dry_run:
         for file in files:
@@ -104,7 +107,7 @@ def init(
             for name, (dtype, shape) in file.tensors.items():
                 typer.echo(f"  {name} {dtype} {list(shape)}")
     total = f"{len(files)} files of weights, {sum(file.bytes for file in files):,} bytes"
-    typer.echo(f"{output}: {total}" + (", not written" if dry_run else ""))
+    typer.echo(f"{output or model}: {total}" + (", not written" if dry_run else ""))
 
 
 @app.command()

@@ -114,12 +114,15 @@ def run_suite(
     repeats: runs of each kernel, the best of which is its time. soak: requests of the soak. on_category: told
     each in turn.
 
-    Raises BackendError when the backend is unknown, broken or has no device here, or a category is unknown.
+    Raises BackendError when the backend is unknown, broken or has no device here, when it has no such kernel,
+    or the suite no such category.
     """
     for wanted in categories:
         if wanted not in CATEGORIES:
             raise BackendError(f"category {wanted!r}: is not in the suite.{near(wanted, list(CATEGORIES))}")
     backend = select_backend(name)
+    if kernel is not None and kernel not in (ids := _kernel_ids(backend)):
+        raise BackendError(f"kernel {kernel!r}: {backend.id} has none of that name.{near(kernel, ids)}")
     device = backend.devices()[0]
     backend.activate(device)
     trial = Trial(backend, device, backend.capabilities(device), kernel, repeats, soak)
@@ -140,6 +143,14 @@ def run_suite(
         seconds=seconds,
         outcomes=outcomes,
     )
+
+
+def _kernel_ids(backend: Backend) -> list[str]:
+    """Of all kernels that a backend lists, and of the bodies that serve where it has none."""
+    lists = backend.kernel_lists()
+    by_name = (lists.linear, lists.experts, lists.fused)
+    listed = [*lists.attention, *(one for names in by_name for kernels in names.values() for one in kernels)]
+    return sorted({PLAIN, *(one.id for one in listed)})
 
 
 def _tried(category: str, trial: Trial) -> tuple[Outcome, ...]:

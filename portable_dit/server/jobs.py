@@ -145,6 +145,8 @@ async def follow(service: Service, ticket: Ticket) -> None:
         if ticket.status == "running" and not noted:
             noted = True
             await service.store.running(ticket.id)
+    if ticket.failure is not None and service.abandoned:
+        return  # the next start says that it was interrupted, or draws it
     if ticket.failure is not None:
         await service.store.ended(ticket.id, ticket.status, error=ticket.failure.body["error"])
         return

@@ -60,6 +60,7 @@ class Service:
         )
         self.queue = FairQueue(settings.limits)
         self.tickets: dict[str, Ticket] = {}
+        self.abandoned = False  # whoever waits was told that there will be nothing
         self._tasks: set[asyncio.Task[Any]] = set()
         self._decoding = asyncio.Semaphore(DECODERS)
         load = Load(recipe, settings.strict, settings.profile)
@@ -103,6 +104,13 @@ class Service:
         while self.tickets:
             await asyncio.wait([asyncio.ensure_future(ticket.wait()) for ticket in self.tickets.values()])
             await asyncio.sleep(0)
+
+    def abandon(self) -> None:
+        """Tells all who wait that there will be no pictures. Jobs stay as they are, for the next start."""
+        self.abandoned = True
+        reason = "This server was stopped before the pictures were drawn."
+        for ticket in list(self.tickets.values()):
+            ticket.fail(ApiError(503, reason, code="draining"))
 
     async def stop(self) -> None:
         """Ends the workers and what they were doing."""

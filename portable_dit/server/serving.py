@@ -22,6 +22,7 @@ from portable_dit.server.settings import Limits, Settings
 
 LEAST_READ_BYTES = 16 * 1024  # in each read_seconds, of a caller that is slow to read its answer
 FORGET = struct.pack("ii", 1, 0)  # on closing, what the system still holds for the caller is thrown away
+STOP_NOW_SECONDS = 2  # for those who wait to be told that there will be nothing
 LAST_WORDS_SECONDS = 10  # for answers that are being sent when the server has nothing left to draw
 
 
@@ -104,15 +105,24 @@ class _Server(uvicorn.Server):
             self.on_bound(sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        name = signal.Signals(sig).name
+        name, loop = signal.Signals(sig).name, asyncio.get_running_loop()
         if self.draining:
             self.log(f"{name} again: stopping now")
-            self.should_exit = self.force_exit = True
+            loop.call_soon_threadsafe(self._stop_now)
             return
         self.draining = True
         waiting = len(self.service.tickets)
         self.log(f"{name}: finishing {waiting} accepted requests, then stopping; once more stops now")
-        asyncio.get_running_loop().call_soon_threadsafe(self._start_drain)
+        loop.call_soon_threadsafe(self._start_drain)
+
+    def _stop_now(self) -> None:
+        """Whoever waits is told so, and has this long to hear it."""
+        self.service.abandon()
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(STOP_NOW_SECONDS, self._cut_off)
+
+    def _cut_off(self) -> None:
+        self.force_exit = True
 
     def _start_drain(self) -> None:
         self.service.spawn(self._drain())

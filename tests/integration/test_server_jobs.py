@@ -262,13 +262,22 @@ def test_a_stop_finishes_what_was_accepted_and_a_second_one_does_not(slow, tmp_p
         assert more.result(300).status == 200
         assert server.process.wait(300) == 0
         assert not Path(f"/proc/{worker}").exists()
-    with running(slow, jobs, "--max-images", "128") as server:
-        id = submit(server, LONG)
-        wait_for(server, id, "running")
+    with running(slow, jobs, "--max-images", "128") as server, ThreadPoolExecutor(1) as pool:
+        drawn, waiting = submit(server, LONG), submit(server, SHORT)
+        wait_for(server, drawn, "running")
+        asked = pool.submit(server.post, "/v1/images/generations", SHORT)
+        eventually(lambda: server.get("/server_info").json["queue"]["waiting"] == 2, "two wait")
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.get("/ready").status == 503, "it drains")
         server.process.send_signal(signal.SIGTERM)
-        server.process.wait(300)
+        answer = asked.result(60)
+        assert (answer.status, answer.error["code"]) == (503, "draining")
+        assert server.process.wait(300) == 0
+        assert not any("Traceback" in line for line in server.log)
+    assert not jobs.with_name(f"{jobs.name}-wal").exists()
+    with running(slow, jobs, "--max-images", "128") as server:
+        assert job(server, drawn)["status"] == "interrupted"
+        wait_for(server, waiting, "finished")
 
 
 def test_a_server_that_is_killed_takes_its_worker_along(tiny_recipe, tmp_path):

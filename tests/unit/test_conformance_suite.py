@@ -126,3 +126,8 @@ def test_a_promise_that_raises_is_a_failure_and_long_messages_are_cut():
     assert [o.status for o in told.outcomes] == ["fail", "pass"]
     assert len(told.outcomes[0].detail) <= LONGEST + 4
     assert Outcome("a", "b", "c", "", "pass").detail == ""
+
+
+def test_an_unknown_kernel_is_refused_with_the_nearest():
+    with pytest.raises(BackendError, match=r"kernel 'matmull': cpu has none of that name.*matmul"):
+        run_suite("cpu", categories=["attention"], kernel="matmull")

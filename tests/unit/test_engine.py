@@ -496,3 +496,12 @@ def test_what_is_taken_fewer_at_a_time_for_a_large_request_is_noted_in_its_resul
         result = engine.generate(Request("a red apple", size=(256, 256)))
     assert any("pictures at once instead of 64, to fit" in note for note in result.notes)
     assert not any("at once" in note for note in result.images[0].record["notes"])
+
+
+def test_several_requests_are_a_list_with_a_preview_wish_for_each():
+    with Engine.load("cpu/h3-mini") as engine:
+        with pytest.raises(RequestError, match=r"a list is needed, such as \['an owl'\]"):
+            engine.generate_all("an owl")
+        for wrong in ([], [True], [True] * 3):
+            with pytest.raises(RequestError, match=f"previews: {len(wrong)} for 2 requests"):
+                engine.generate_all(["an owl", "a fox"], previews=wrong)

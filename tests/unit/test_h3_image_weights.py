@@ -225,3 +225,18 @@ def test_heads_in_two_places_are_refused(with_heads_apart):
         WeightsError, match=r"heads\.safetensors: tensors that .*transformer has too:\n  video_out"
     ):
         draw(with_heads_apart)
+
+
+def test_a_checkpoint_is_found_by_a_path_from_where_one_stands(tmp_path, monkeypatch):
+    write_random(tmp_path / "tiny", config="tiny", dialect="diffusers", seed=0)
+    monkeypatch.chdir(tmp_path)
+    recipe = make_recipe({"model": "h3-image", "weights": "tiny", "device": {"backend": "cpu"}})
+    with Engine.load(recipe) as engine:
+        assert engine.generate(Request("a lighthouse", size=(64, 64))).images
+
+
+def test_a_dry_run_needs_no_folder_and_the_real_one_says_that_it_does(cli):
+    assert cli("weights", "init", "--dry-run").exit_code == 0
+    refused = cli("weights", "init")
+    assert refused.exit_code == 2
+    assert "-o: missing. Name a new or empty folder, or say --dry-run" in refused.stderr

@@ -39,7 +39,8 @@ def read_checkpoint(
     root: its folder, or a single file with the transformer. components: parts that lie elsewhere. Raises
     WeightsError when a part is missing, RecipeError when only a key of the recipe can tell the dialect.
     """
-    given = dict(components or {})
+    root = root.absolute()  # places are joined to the checkpoint's folder later on
+    given = {name: place.absolute() for name, place in (components or {}).items()}
     base = root
     if root.is_file():
         given.setdefault("dit", root)
