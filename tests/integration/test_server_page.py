@@ -167,6 +167,8 @@ def test_same_settings_fill_the_form_and_delete_forgets(page):
     page.fill("#seed", "21")
     page.select_option("#shape", "4:3")
     draw(page, "a blue apple")
+    newest = page.locator("#gallery button").first
+    expect(newest).to_have_attribute("aria-label", "Open: a blue apple")  # it joins after it is shown
     page.locator("#gallery button").first.click()
     page.fill("#prompt", "")
     page.click("#viewer-again")
