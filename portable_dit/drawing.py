@@ -67,6 +67,7 @@ class Drawing:
         self.outcome: Outcome | None = None
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.notes: list[str] = []  # of this drawing alone; equal pictures may differ in them
+        self.changes: list[str] = []  # such notes, of a wish that was not met
         self._begun = time.perf_counter()
         self._decoded = 0
         self._no_file: PortableDitError | None = None
@@ -179,10 +180,15 @@ class Drawing:
                 *self._recorded_notes(),
                 *self._at_once(),
                 *self._uncaptured(),
-                *dict.fromkeys(self.notes),
+                *dict.fromkeys((*self.notes, *self.changes)),
                 *self.loaded.graphs.let_go,
             ),
-            changes=(*self.setup.changes, *self.request.notes, *self._uncaptured()),
+            changes=(
+                *self.setup.changes,
+                *self.request.notes,
+                *self._uncaptured(),
+                *dict.fromkeys(self.changes),
+            ),
         )
 
     def _recorded_notes(self) -> tuple[str, ...]:

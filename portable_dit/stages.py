@@ -166,7 +166,7 @@ class _Stages:
             for image in images:
                 alone = _Image(image.drawing, image.number, image.prompt, wanted=len(images))
                 if self._wanted([alone]):
-                    alone.drawing.notes.append(f"batch: drawn one at a time, since {objection}")
+                    alone.drawing.changes.append(f"batch: drawn one at a time, since {objection}")
                     self._draw([alone], encoder)
 
     def _draw(self, images: Sequence[_Image], encoder: Executor) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,10 +157,24 @@ def make_checkpoint():
 @pytest.fixture(scope="session")
 def tiny_recipe(tiny_checkpoint: Path) -> Path:
     """A recipe file for the tiny checkpoint on the CPU, in float32."""
-    path = tiny_checkpoint.parent / f"{tiny_checkpoint.name}.yaml"
-    path.write_text(
-        f"model: h3-mini\nweights: {tiny_checkpoint}\ndevice: {{backend: cpu}}\nprecision: float32\n"
-    )
+    return _recipe_for(tiny_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def make_slow_recipe(tmp_path_factory) -> Callable[..., Path]:
+    """Makes recipes whose largest picture, many at once, takes long enough to be stopped in the middle."""
+
+    def make(*, batch: int = 1) -> Path:
+        folder = tmp_path_factory.mktemp("slow")
+        return _recipe_for(make_tiny_checkpoint(folder, max_side=1024, max_pixels=512 * 512), batch=batch)
+
+    return make
+
+
+def _recipe_for(checkpoint: Path, *, batch: int = 1) -> Path:
+    path = checkpoint.parent / f"{checkpoint.name}.yaml"
+    text = f"model: h3-mini\nweights: {checkpoint}\ndevice: {{backend: cpu}}\nprecision: float32\n"
+    path.write_text(text + (f"batch: {batch}\n" if batch > 1 else ""))
     return path
 
 

@@ -83,6 +83,9 @@ def _explain_scaling(
         return
     from rich.console import Console
 
+    if devices is not None and devices > capabilities.count:
+        there = f"{capabilities.count} of {plan.device} are there"
+        typer.echo(f"note: {there}; the table supposes {devices}", err=True)
     console, rows = (
         Console(),
         _table(
@@ -102,7 +105,7 @@ def _explain_scaling(
         console.print(f"{plan.model} at {plan.workload.width}x{plan.workload.height} on {plan.device}")
         console.print(rows)
     more = len(found) - MOST_LAYOUTS
-    rest = f"{more} more with less to gain: --json has all.\n" if more > 0 else ""
+    rest = f"{more} slower ones are left out: --json has all.\n" if more > 0 else ""
     typer.echo(f"{told.get()}{rest}Predicted from declared figures, not measured: docs/scaling.md.")
 
 

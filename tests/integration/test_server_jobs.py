@@ -28,12 +28,8 @@ def server(tiny_recipe: Path, tmp_path_factory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def slow(make_checkpoint, tmp_path_factory) -> Path:
-    """A recipe whose largest picture, many at once, takes long enough to be stopped in the middle."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("slow"), max_side=1024, max_pixels=512 * 512)
-    recipe = folder / "slow.yaml"
-    recipe.write_text(f"model: h3-mini\nweights: {folder}\ndevice: {{backend: cpu}}\nprecision: float32\n")
-    return recipe
+def slow(make_slow_recipe) -> Path:
+    return make_slow_recipe()
 
 
 @pytest.fixture(scope="module")

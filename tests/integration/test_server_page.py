@@ -21,12 +21,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def server(make_checkpoint, tmp_path_factory) -> Iterator[RunningServer]:
-    """Its largest picture, many at once, takes long enough to be stopped in the middle."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("page"), max_side=1024, max_pixels=512 * 512)
-    recipe = folder / "page.yaml"
-    recipe.write_text(f"model: h3-mini\nweights: {folder}\ndevice: {{backend: cpu}}\nprecision: float32\n")
-    with running(recipe, tmp_path_factory.mktemp("server") / "jobs.sqlite3", "--max-images", "128") as server:
+def server(make_slow_recipe, tmp_path_factory) -> Iterator[RunningServer]:
+    jobs = tmp_path_factory.mktemp("server") / "jobs.sqlite3"
+    with running(make_slow_recipe(), jobs, "--max-images", "128") as server:
         yield server
 
 

@@ -235,6 +235,7 @@ def test_where_a_batch_changes_bits_pictures_are_drawn_one_at_a_time(tiny_recipe
     assert batches(result) == [1 if differ else 3] * 3
     assert [image.wanted for image in result.images] == [3] * 3
     assert ("batch: drawn one at a time, since 3 at once came out otherwise here" in result.notes) == differ
+    assert any(change.startswith("batch: ") for change in result.changes) == differ
 
 
 def test_another_number_of_threads_is_another_proof(engine, alone):

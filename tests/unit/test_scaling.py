@@ -187,3 +187,13 @@ def test_the_command_line_ranks_the_layouts_of_a_machine(cli):
     shown = cli(*words, "--explain-scaling", "--devices", 2).stdout
     assert "ring 2" in shown
     assert "not measured" in shown
+    assert "left out" not in shown
+
+
+def test_the_command_line_says_what_it_leaves_out_and_what_it_supposes(cli):
+    words = ["plan", "--recipe", "nvidia/h200/h3-image-1x-bf16", "--machine", MACHINES / "h200.json"]
+    count = len(json.loads(cli(*words, "--explain-scaling", "--json").stdout))
+    shown = cli(*words, "--explain-scaling").stdout
+    assert f"{count - 16} slower ones are left out: --json has all." in shown
+    done = cli(*words, "--explain-scaling", "--devices", 9)
+    assert "note: 8 of NVIDIA H200 are there; the table supposes 9" in done.stderr

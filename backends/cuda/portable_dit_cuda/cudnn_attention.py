@@ -29,8 +29,8 @@ from portable_dit.errors import BackendError
 from portable_dit.piecewise import MASKS_IN_PIECES
 from portable_dit_cuda.attention import OnChips
 from portable_dit_cuda.chips import capability_of, refuse_library
-from portable_dit_cuda.flash import quantize_heads_plainly
-from portable_dit_cuda.fusions import has_triton, quantize_heads
+from portable_dit_cuda.flash import heads_in_8_bits
+from portable_dit_cuda.fusions import has_triton
 from portable_dit_cuda.linear import expand
 
 LIBRARY = "nvidia-cudnn-frontend"
@@ -82,9 +82,8 @@ class CudnnFp8Attention(OnChips):
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     """[1, Sq, N, D], [1, Sk, heads, D] twice -> [1, Sq, N, D]."""
     heads, device = k.shape[2], q.device
-    quantize = quantize_heads if q.is_cuda and has_triton() else quantize_heads_plainly
-    (q_values, q_scale), (k_values, k_scale) = quantize(q, 1), quantize(k, 1)
-    v_values, v_scales = quantize(v, heads)
+    (q_values, q_scale), (k_values, k_scale) = heads_in_8_bits(q, 1), heads_in_8_bits(k, 1)
+    v_values, v_scales = heads_in_8_bits(v, heads)
     gives = q.dtype if q.is_cuda and torch.cuda.get_device_capability(device) >= (10, 0) else q_values.dtype
     plan = _plan(_Shape(device, q.shape[1], k.shape[1], q.shape[2], heads, q.shape[3], causal, scale, gives))
     if q.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -125,8 +125,7 @@ class Fa3Fp8Attention(OnChips):
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         heads = k.shape[2]
-        quantize = quantize_heads if q.is_cuda and has_triton() else quantize_heads_plainly
-        (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(t, heads) for t in (q, k, v))
+        (q, q_scale), (k, k_scale), (v, v_scale) = (heads_in_8_bits(t, heads) for t in (q, k, v))
         function = library_function(FA3_MODULES, "flash_attn_func")
         out = function(
             q,
@@ -170,8 +169,13 @@ def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
 
 
-def quantize_heads_plainly(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def heads_in_8_bits(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """x [B, S, N, D] as e4m3, and the scale [B, heads] that each group of N / heads heads shares."""
+    return (quantize_heads if x.is_cuda and has_triton() else quantize_heads_plainly)(x, heads)
+
+
+def quantize_heads_plainly(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """`heads_in_8_bits` where there is no Triton."""
     groups = x.unflatten(2, (heads, -1))  # [B, S, heads, N / heads, D]
     scales = (groups.abs().amax(dim=(1, 3, 4)).float() / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
     values = (groups.float() / scales[:, None, :, None, None]).to(torch.float8_e4m3fn)

@@ -13,6 +13,18 @@ from portable_dit_cuda.triton_kernels import _quotient, _row_scale
 
 
 @triton.jit
+def _rows_of_a_head(
+    x_ptr, S, D, batch_stride, row_stride, head_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """This program's x [ROWS, BLOCK] float32 of one head and batch entry, and where: row, channel, mask."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < S) & (d < D)
+    base = x_ptr + tl.program_id(2).to(tl.int64) * batch_stride + tl.program_id(1) * head_stride
+    return tl.load(base + rows * row_stride + d, mask=mask, other=0.0).to(tl.float32), rows, d, mask
+
+
+@triton.jit
 def largest_of_heads(
     x_ptr,
     largest_ptr,
@@ -27,11 +39,8 @@ def largest_of_heads(
     BLOCK: tl.constexpr,
 ):
     """The largest magnitude of x [B, S, N, D] in each group of GROUP heads: [B, heads], zeros before."""
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    d = tl.arange(0, BLOCK)[None, :]
-    place = x_ptr + batch * batch_stride + rows * row_stride + head * head_stride + d
-    x = tl.load(place, mask=(rows < S) & (d < D), other=0.0).to(tl.float32)
+    x, _, _, _ = _rows_of_a_head(x_ptr, S, D, batch_stride, row_stride, head_stride, ROWS, BLOCK)
     largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
     tl.atomic_max(largest_ptr + batch * heads + head // GROUP, largest)
 
@@ -54,12 +63,8 @@ def quantize_heads(
     BLOCK: tl.constexpr,
 ):
     """x [B, S, N, D] -> e4m3 values [B, S, N, D] and scales [B, heads], by `largest_of_heads`."""
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    d = tl.arange(0, BLOCK)[None, :]
-    mask = (rows < S) & (d < D)
-    place = x_ptr + batch * batch_stride + rows * row_stride + head * head_stride + d
-    x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    x, rows, d, mask = _rows_of_a_head(x_ptr, S, D, batch_stride, row_stride, head_stride, ROWS, BLOCK)
     group = batch * heads + head // GROUP
     scale = _row_scale(tl.load(largest_ptr + group), 448.0)
     values = _quotient(x, scale, tl.math.div_rn(1.0, scale))
