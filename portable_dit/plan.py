@@ -16,6 +16,13 @@ from typing import Any
 
 from portable_dit.capabilities import Capabilities, KernelLists
 from portable_dit.errors import RecipeError
+from portable_dit.fitting import (
+    as_much_at_once_as_fits,
+    default_workload,
+    keep_what_fits,
+    largest_workload,
+    verdict,
+)
 from portable_dit.footprint import GRAPH_SHARE, Footprint, Offload, measure_footprint
 from portable_dit.kernel_choice import PLAIN, Choices, Refusal, choose_kernels
 from portable_dit.layout import Layout, layout_problems, split_problems
@@ -46,14 +53,6 @@ from portable_dit.recipe_rules import (
 from portable_dit.traffic import bytes_sent_in_a_step
 
 GIB = 2**30
-# What to try when a plan does not fit, one on top of the other: what costs the least time comes first.
-SAVINGS = (
-    ("text_encoder", "component"),
-    ("vae", "component"),
-    ("dit", "component"),
-    ("dit", "layerwise"),
-    ("text_encoder", "layerwise"),
-)
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,6 @@ class Plan:
         return data | {"recipe": {k: {"value": values[k], "from": provenance[k]} for k in values}}
 
 
-def default_workload(spec: ModelSpec) -> Workload:
-    """One picture of the model's default size, without references."""
-    width, height = spec.sizes.default
-    return Workload(width, height, spec.prompt_tokens)
-
-
 def make_plan(
     recipe: Recipe,
     spec: ModelSpec,
@@ -150,12 +143,14 @@ def make_plan(
     found.notes += _kernel_notes(choices, numbers, capabilities, installed=kernels is not None)
     found.notes += _scale_notes(choices, numbers, layout)
     _refuse_problems(recipe, capabilities, found, strict=strict)
-    scores = _scores(spec, workload, choices, dtype)
+    scores = partial(_scores, spec, choices, dtype)
     asked = round((recipe.graphs.memory_gib or 0) * GIB) if any(graphs.values()) else 0
     measure = _measure(
         recipe, spec, capabilities, numbers=numbers, layout=layout, scores=scores, graphs=asked
     )
-    workload, size = _as_much_at_once_as_fits(workload, lambda w: measure(w, offload=offload), found)
+    if offload.dit == "layerwise" and recipe.offload.resident_blocks is None:
+        offload = keep_what_fits(largest_workload(spec), measure, offload, found)
+    workload, size = as_much_at_once_as_fits(workload, lambda w: measure(w, offload), found)
     if any(graphs.values()) and not asked:
         size = replace(size, graphs=min(size.left, int(GRAPH_SHARE * size.device_limit)))
     return Plan(
@@ -185,7 +180,7 @@ def make_plan(
             branches=_branches(recipe, spec),
             quantizing=choices.quantizing["dit"],
         ),
-        verdict=_verdict(size, lambda other: measure(workload, offload=other), offload),
+        verdict=verdict(size, partial(measure, workload), offload),
         values=recipe.values(),
         provenance=recipe.provenance,
     )
@@ -198,38 +193,21 @@ def _measure(
     *,
     numbers: Mapping[str, Numbers],
     layout: Layout,
-    scores: Mapping[str, int],
+    scores: Callable[[Workload], Mapping[str, int]],
     graphs: int,
-) -> partial[Footprint]:
+) -> Callable[[Workload, Offload], Footprint]:
     """`measure_footprint` with what is decided; what is left are the workload and where weights rest."""
-    return partial(
-        measure_footprint,
+    return lambda workload, offload: measure_footprint(
         spec,
         capabilities,
+        workload,
         numbers=numbers,
+        offload=offload,
         layout=layout,
         device_limit=round((recipe.device.memory_gib or 0) * GIB),
-        extra_activations=scores,
+        extra_activations=scores(workload),
         graphs=graphs,
     )
-
-
-def _as_much_at_once_as_fits(
-    workload: Workload, measure: Callable[[Workload], Footprint], found: Findings
-) -> tuple[Workload, Footprint]:
-    """The workload with as many pictures and tiles at once as fit beside the rest, and its footprint."""
-    asked, tiles, size = workload.batch, workload.tile_batch, measure(workload)
-    while not size.fits and size.peak_stage == "dit" and workload.batch > 1:
-        workload = replace(workload, batch=workload.batch - 1)
-        size = measure(workload)
-    if workload.batch < asked:
-        found.note("batch", f"the DiT takes {workload.batch} pictures at once instead of {asked}, to fit")
-    while not size.fits_device and size.peak_stage == "vae" and workload.tile_batch > 1:
-        workload = replace(workload, tile_batch=workload.tile_batch // 2)
-        size = measure(workload)
-    if workload.tile_batch < tiles:
-        found.note("tiles", f"the VAE takes {workload.tile_batch} tiles at once instead of {tiles}, to fit")
-    return workload, size
 
 
 def _layout(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings) -> Layout:
@@ -298,7 +276,7 @@ def _scale_notes(choices: Choices, numbers: Mapping[str, Numbers], layout: Layou
 
 
 def _scores(
-    spec: ModelSpec, workload: Workload, choices: Choices, dtype: Mapping[str, str]
+    spec: ModelSpec, choices: Choices, dtype: Mapping[str, str], workload: Workload
 ) -> dict[str, int]:
     """Bytes of the attention scores, twice in float32, where the plain body holds them all."""
     extra: dict[str, int] = {}
@@ -307,34 +285,6 @@ def _scores(
             requests = spec.attention_requests(workload, dtype[name])
             extra[name] = max(8 * r.num_heads * r.rows**2 for owner, r in requests if owner == name)
     return extra
-
-
-def _verdict(size: Footprint, measure: Callable[[Offload], Footprint], offload: Offload) -> str:
-    """One sentence for people: whether it fits, by how much, and if not, what would."""
-    where = "memory" if size.shared else "device memory"
-    need = f"{_gib(size.peak)} of {_gib(size.device_limit)} {where} at the peak ({size.peak_stage})"
-    if size.fits:
-        return f"fits: {need}"
-    if size.graphs:
-        need += f", {_gib(size.graphs)} for graphs"
-        if 100 * size.left >= GIB and replace(size, graphs=size.left).fits:
-            return f"does not fit: {need}. It would with graphs.memory_gib={size.left * 100 // GIB / 100:g}."
-    if not size.fits_host:
-        need += f", {_gib(size.host)} of {_gib(size.host_limit)} host memory"
-    if size.shared:
-        if size.host > size.peak:
-            need += f" of one process, {_gib(size.host)} in all"
-        return f"does not fit: {need}. A smaller size or a machine with more memory is needed."
-    order = ("none", "component", "layerwise")
-    for name, placement in SAVINGS:
-        if order.index(offload.of(name)) < order.index(placement):
-            change: dict[str, Any] = {name: placement}
-            offload = replace(offload, **change)
-            if measure(offload).fits:
-                moved = (n for n in COMPONENTS if offload.of(n) != "none")
-                keys = " ".join(f"offload.{n}={offload.of(n)}" for n in moved)
-                return f"does not fit: {need}. It would with {keys}."
-    return f"does not fit: {need}, nor would it with everything offloaded. Try a format of 8 bits."
 
 
 def _refuse_problems(recipe: Recipe, capabilities: Capabilities, found: Findings, *, strict: bool) -> None:
@@ -346,10 +296,6 @@ def _refuse_problems(recipe: Recipe, capabilities: Capabilities, found: Findings
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         title = f"recipe for {recipe.model} on {capabilities.device.name}: {count}"
         raise RecipeError("\n".join([title, *(f"  {problem}" for problem in problems)]))
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, Valid
 
 from portable_dit.errors import RecipeError, at_most, near
 from portable_dit.paths import kind_of
+from portable_dit.refused_values import place_of, why_refused
 from portable_dit.yaml_lines import Document, Mistake, read_document
 
 Provenance = Literal["default", "recipe", "flag"]
@@ -112,8 +113,9 @@ class OffloadSection(Section):
     """Where the text encoder rests, as for the DiT."""
     vae: Placement = "none"
     """Where the VAE rests; it has no layerwise form."""
-    resident_blocks: Annotated[int, Field(ge=0)] = 0
-    """With layerwise offload: how many DiT blocks stay on the device."""
+    resident_blocks: Annotated[int, Field(ge=0)] | None = None
+    """With layerwise offload: how many DiT blocks stay on the device; null keeps as many as leave room for
+    the model's largest picture and most references."""
 
 
 class GraphsSection(Section):
@@ -328,46 +330,10 @@ def _explain(error: ValidationError, document: Document, overrides: Mapping[str,
 
 def _why(key: str, item: Any) -> str:
     """The rule that a value breaks, in our words: what was asked, the rule, the way out."""
-    kind, value, facts = item["type"], item["input"], item.get("ctx", {})
-    if kind == "extra_forbidden":
-        *above, name = (str(part) for part in item["loc"])
-        return f"unknown key.{near(name, list(_section_at(above).model_fields))}"
-    if kind == "missing":
-        return "missing. Every recipe says it, for example `model: h3-mini`" if key == "model" else "missing"
-    if kind == "literal_error":
-        expected = facts["expected"].replace(" or ", ", ").replace("True", "true").replace("False", "false")
-        return f"{_show(value)} is not one of {expected}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{_show(value)} must be a mapping of `key: value` lines"
-    if kind == "string_too_short":
-        return "must not be empty"
-    rules = {
-        "greater_than_equal": "must be at least {ge}",
-        "less_than_equal": "must be at most {le}",
-        "greater_than": "must be above {gt}",
-        "int_type": "must be a whole number",
-        "float_type": "must be a number",
-        "finite_number": "must be a finite number",
-        "string_type": "must be text; put it in quotes",
-        "tuple_type": "must be a list",
-    }
-    rule = rules[kind].format(**facts) if kind in rules else item["msg"]
-    return f"{_show(value)} {rule}"
-
-
-def _section_at(path: Sequence[str]) -> type[Section]:
-    section: type[Section] = Recipe
-    for name in path:
-        inner = section.model_fields[name].annotation
-        assert isinstance(inner, type)
-        assert issubclass(inner, Section)
-        section = inner
-    return section
-
-
-def _show(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if item["type"] == "missing" and key == "model":
+        return "missing. Every recipe says it, for example `model: h3-mini`"
+    quotes = "; put it in quotes" if item["type"] == "string_type" else ""
+    return why_refused(item, place_of(item, Recipe)[1]) + quotes
 
 
 def _error(title: str, mistakes: list[Mistake]) -> RecipeError:

@@ -153,8 +153,9 @@ def choose_tiling(recipe: Recipe, spec: ModelSpec, layout: Layout, found: Findin
 
 
 def check_offload(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings) -> Offload:
-    offload = Offload(**recipe.offload.model_dump())
-    resident = offload.resident_blocks
+    wish = recipe.offload
+    resident = wish.resident_blocks or 0
+    offload = Offload(wish.dit, wish.text_encoder, wish.vae, resident)
     for name in COMPONENTS:
         if offload.of(name) == "layerwise" and name not in spec.streamed:
             what = {"vae": "VAE", "dit": "DiT"}.get(name, "text encoder")

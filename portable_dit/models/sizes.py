@@ -35,6 +35,13 @@ class SizeRules:
     well_drawn: int = 0
     canvases: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The canvas of the most pixels, of those nearest to a square."""
+        if self.canvases:
+            return max(self.canvases, key=lambda size: size[0] * size[1])
+        return self.nearest(self.max_side, self.max_side)
+
     def of_ratio(self, area: float, ratio: float) -> tuple[int, int]:
         """The canvas of an area and a ratio, width over height: sides rounded, else the nearest legal one."""
         if self.canvases:

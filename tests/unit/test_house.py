@@ -18,6 +18,7 @@ ROWS = {
     "portable_dit.errors": 0,
     "portable_dit.paths": 0,
     "portable_dit.yaml_lines": 1,
+    "portable_dit.refused_values": 1,
     "portable_dit.recipe": 1,
     "portable_dit.recipe_rules": 1,
     "portable_dit.capabilities": 1,
@@ -27,6 +28,7 @@ ROWS = {
     "portable_dit.models.tiling": 1,
     "portable_dit.models.spec": 1,  # torch-free data that plans are made from
     "portable_dit.layout": 1,
+    "portable_dit.fitting": 1,
     "portable_dit.footprint": 1,
     "portable_dit.traffic": 1,
     "portable_dit.scaling": 1,

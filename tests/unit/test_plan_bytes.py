@@ -144,6 +144,8 @@ def test_one_h200_holds_everything_and_smaller_cards_are_told_what_to_offload():
     )  # as published for that card
     wish = {"offload": {"text_encoder": "layerwise", "dit": "layerwise", "vae": "component"}}
     assert planned(wish, on="rtx-5090").fits
+    assert planned(wish, on="rtx-5090").offload.resident_blocks > 20
+    wish["offload"]["resident_blocks"] = 0
     assert planned(wish, on="rtx-5090").bytes.pinned > 80 * GIB
 
 
@@ -208,6 +210,42 @@ def test_blocks_that_stay_cost_device_memory_and_save_host_memory(resident):
         block = at(resident).components["dit"].block
         assert at(resident).host - at(resident + 1).host == block
         assert 0 <= at(resident + 1).stages["dit"] - at(resident).stages["dit"] <= block
+
+
+STREAMED_IN_24_GIB = {
+    "quantization": {"dit": "fp8_row"},
+    "offload": {"text_encoder": "layerwise", "dit": "layerwise", "vae": "component"},
+    "device": {"memory_gib": 24.0},
+}
+
+
+def streamed(workload=None, **offload):
+    wish = {**STREAMED_IN_24_GIB, "offload": {**STREAMED_IN_24_GIB["offload"], **offload}}
+    return planned(wish, workload=workload)
+
+
+def test_as_many_blocks_stay_as_leave_room_for_the_largest_picture():
+    largest = Workload(4448, 4448, 512, ((1024, 1024),) * 16)
+    plan = streamed()
+    kept = plan.offload.resident_blocks
+    assert 0 < kept < 49
+    assert streamed(largest).fits
+    assert not streamed(largest, resident_blocks=kept + 1).fits
+    assert streamed(Workload(512, 512, 512)).offload.resident_blocks == kept
+    note = next(note for note in plan.notes if note.code == "resident_blocks")
+    assert f"{kept} of the DiT's 50 blocks stay" in note.text
+    assert not note.changed
+    assert streamed(resident_blocks=0).offload.resident_blocks == 0
+    ample = planned({**STREAMED_IN_24_GIB, "device": {"memory_gib": 120.0}})
+    assert ample.offload.resident_blocks == 49
+
+
+def test_a_request_that_the_blocks_on_the_device_leave_no_room_for_is_told_how_many_would():
+    edit = Workload(4096, 4096, 512, ((1024, 1024),) * 16)
+    tight = streamed(edit, resident_blocks=40)
+    assert not tight.fits
+    fewer = int(tight.verdict.split("It would with offload.resident_blocks=")[1].rstrip("."))
+    assert streamed(edit, resident_blocks=fewer).fits
 
 
 def test_tiles_are_taken_in_smaller_batches_where_they_would_not_fit():

@@ -68,6 +68,7 @@ def test_the_bytes_of_every_stage_add_up(name):
                     rests += size.weights if component == stage else 0
                 case _:
                     here = STAGING_BLOCKS if component == stage else 0
+                    here += plan.offload.resident_blocks if component == "dit" else 0
                     rests += size.weights - size.block * (size.num_blocks - here)
         assert sizes.stages[stage] == machine.runtime_bytes + rests + sizes.components[stage].activations
 

@@ -1,0 +1,115 @@
+"""Fitting: what of a plan gives way to the memory that there is, and the sentence that says how it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from portable_dit.footprint import Footprint, Offload
+from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload
+from portable_dit.recipe_rules import Findings
+
+GIB = 2**30
+# What to try when a plan does not fit, one on top of the other: what costs the least time comes first.
+SAVINGS = (
+    ("text_encoder", "component"),
+    ("vae", "component"),
+    ("dit", "component"),
+    ("dit", "layerwise"),
+    ("text_encoder", "layerwise"),
+)
+
+
+def default_workload(spec: ModelSpec) -> Workload:
+    """One picture of the model's default size, without references."""
+    width, height = spec.sizes.default
+    return Workload(width, height, spec.prompt_tokens)
+
+
+def largest_workload(spec: ModelSpec) -> Workload:
+    """One picture of the model's largest size, with as many large references as it takes."""
+    canvas = spec.sizes.largest
+    reference = spec.reference_size(*canvas, canvas=canvas)
+    return Workload(*canvas, spec.prompt_tokens, (reference,) * spec.max_references)
+
+
+def keep_what_fits(
+    workload: Workload, measure: Callable[[Workload, Offload], Footprint], offload: Offload, found: Findings
+) -> Offload:
+    """Layerwise offload with as many DiT blocks on the device as fit beside `workload`.
+
+    workload: what shall always fit, whatever is drawn first, since blocks stay where they were loaded.
+    """
+    most = measure(workload, offload).components["dit"].num_blocks - 1
+    choices = (replace(offload, resident_blocks=count) for count in range(most, 0, -1))
+    chosen = next((choice for choice in choices if measure(workload, choice).fits), offload)
+    if chosen.resident_blocks:
+        found.note(
+            "resident_blocks",
+            f"{chosen.resident_blocks} of the DiT's {most + 1} blocks stay on the device: as many as leave "
+            f"room for {workload.width}x{workload.height} with {len(workload.reference_sizes)} references. "
+            "offload.resident_blocks says another number",
+        )
+    return chosen
+
+
+def as_much_at_once_as_fits(
+    workload: Workload, measure: Callable[[Workload], Footprint], found: Findings
+) -> tuple[Workload, Footprint]:
+    """The workload with as many pictures and tiles at once as fit beside the rest, and its footprint."""
+    asked, tiles, size = workload.batch, workload.tile_batch, measure(workload)
+    while not size.fits and size.peak_stage == "dit" and workload.batch > 1:
+        workload = replace(workload, batch=workload.batch - 1)
+        size = measure(workload)
+    if workload.batch < asked:
+        found.note("batch", f"the DiT takes {workload.batch} pictures at once instead of {asked}, to fit")
+    while not size.fits_device and size.peak_stage == "vae" and workload.tile_batch > 1:
+        workload = replace(workload, tile_batch=workload.tile_batch // 2)
+        size = measure(workload)
+    if workload.tile_batch < tiles:
+        found.note("tiles", f"the VAE takes {workload.tile_batch} tiles at once instead of {tiles}, to fit")
+    return workload, size
+
+
+def verdict(size: Footprint, measure: Callable[[Offload], Footprint], offload: Offload) -> str:
+    """One sentence for people: whether it fits, by how much, and if not, what would."""
+    where = "memory" if size.shared else "device memory"
+    need = f"{_gib(size.peak)} of {_gib(size.device_limit)} {where} at the peak ({size.peak_stage})"
+    if size.fits:
+        return f"fits: {need}"
+    if size.graphs:
+        need += f", {_gib(size.graphs)} for graphs"
+        if 100 * size.left >= GIB and replace(size, graphs=size.left).fits:
+            return f"does not fit: {need}. It would with graphs.memory_gib={size.left * 100 // GIB / 100:g}."
+    if not size.fits_host:
+        need += f", {_gib(size.host)} of {_gib(size.host_limit)} host memory"
+    if size.shared:
+        if size.host > size.peak:
+            need += f" of one process, {_gib(size.host)} in all"
+        return f"does not fit: {need}. A smaller size or a machine with more memory is needed."
+    way_out = _way_out(measure, offload)
+    if way_out is None:
+        return f"does not fit: {need}, nor would it with everything offloaded. Try a format of 8 bits."
+    return f"does not fit: {need}. It would with {way_out}."
+
+
+def _way_out(measure: Callable[[Offload], Footprint], offload: Offload) -> str | None:
+    """The keys with which it would fit, None where there are none."""
+    for count in range(offload.resident_blocks - 1, -1, -1):
+        if measure(replace(offload, resident_blocks=count)).fits:
+            return f"offload.resident_blocks={count}"
+    offload = replace(offload, resident_blocks=0)
+    order = ("none", "component", "layerwise")
+    for name, placement in SAVINGS:
+        if order.index(offload.of(name)) < order.index(placement):
+            change: dict[str, Any] = {name: placement}
+            offload = replace(offload, **change)
+            if measure(offload).fits:
+                moved = (n for n in COMPONENTS if offload.of(n) != "none")
+                return " ".join(f"offload.{n}={offload.of(n)}" for n in moved)
+    return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
