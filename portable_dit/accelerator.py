@@ -118,13 +118,14 @@ class GraphPool:
         self._style = style
         self._memories: list[_SharedMemory] = []  # the last one is captured into
         self._start_afresh()
+        # One for all: libraries keep a workspace for every stream that they saw, 64 MiB on one H200.
+        self._stream = module.Stream(device)
         self._last = module.Event()
         self._lock = Lock()  # between the copy of inputs and the clone of the output nobody else may replay
 
     def _start_afresh(self) -> None:
         self._memories = [m for m in self._memories if m.calls]
         self._memories.append(_SharedMemory(self._module.graph_pool_handle()))
-        self._stream = self._module.Stream(self._device)
 
     def held(self) -> int:
         """Bytes of the device that the calls which are alive hold."""
@@ -159,6 +160,7 @@ class GraphPool:
                         "process no more. Start again with graphs off: --enforce-eager."
                     ) from error
                 self._start_afresh()  # torch's allocator goes on recording into a pool whose capture failed
+                self._stream = self._module.Stream(self._device)  # and whose stream may be left half recorded
                 self._note(error)
                 return None
             finally:

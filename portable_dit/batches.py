@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,17 +41,23 @@ if TYPE_CHECKING:
 # Hidden values of one picture, over all blocks, of which none may differ; by the rounding that hides some.
 LEAST_VALUES = {torch.float32: 1 << 10, torch.float16: 1 << 23, torch.bfloat16: 1 << 26}
 MOST_DRAWINGS = 512  # of a shape; one that needs more is never drawn as a batch
+FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # batches that are drawn apart after memory was short for one
 MOST_KNOWN = 256  # shapes that are remembered, each with a few hundred bytes
 ANOTHER = "another rank objects"
 
 
 @dataclass(frozen=True)
 class _Known:
-    """So many drawings of those that are needed gave equal bits; objection: why that is over."""
+    """So many drawings of those that are needed gave equal bits.
+
+    objection: why that is over. pause: for how many batches, None = for good; left: of them, so many.
+    """
 
     done: int = 0
     needed: int = 1
     objection: str | None = None
+    pause: int | None = None
+    left: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -74,8 +80,15 @@ class Batches:
         return not self._agreed(not self._of(shape, count).is_open)
 
     def objection(self, shape: Hashable, count: int) -> str | None:
-        """Why so many pictures of a shape must not go through the blocks side by side; None when they may."""
+        """Why so many pictures of a shape must not go through the blocks side by side; None when they may.
+
+        An objection that is not for good is one batch nearer to its end each time that it is asked for.
+        """
         known, objection = self._of(shape, count), None
+        if known.objection is not None and known.pause is not None:
+            left = known.left - 1
+            told = known.objection if left else None
+            self._keep(shape, count, replace(known, left=left, objection=told))
         if known.is_open:
             progress = f"{known.done} of {known.needed} comparisons are done that show"
             objection = f"{progress} whether {count} at once come out the same"
@@ -109,6 +122,15 @@ class Batches:
     def refuse(self, shape: Hashable, count: int, objection: str) -> None:
         """So many pictures of a shape are not to be drawn side by side any more."""
         self._keep(shape, count, _Known(objection=objection))
+
+    def pause(self, shape: Hashable, count: int, objection: str) -> None:
+        """So many pictures of a shape are not drawn side by side for a while, twice as long each time.
+
+        For what passes, such as memory that others hold. Of one rank's own, so not where ranks share a model.
+        """
+        known = self._of(shape, count)
+        pause = min(2 * known.pause, LONGEST_PAUSE) if known.pause else FIRST_PAUSE
+        self._keep(shape, count, replace(known, objection=objection, pause=pause, left=pause))
 
     def _of(self, shape: Hashable, count: int) -> _Known:
         key = shape, count, torch.get_num_threads()

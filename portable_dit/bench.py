@@ -19,7 +19,9 @@ ROWS = (*STAGES, "total")
 class BenchReport:
     """Seconds by stage: median, least and most of the requests. step: of all steps of all requests.
 
-    peak_bytes: of the device from the first measured request on, or since the start where it cannot be reset.
+    images: pictures of a request. batch: the most that may be drawn side by side. side_by_side: how many
+    were, as the mean over all pictures of how many a picture was drawn among, itself included. peak_bytes:
+    of the device from the first measured request on, or since the start where it cannot be reset.
     """
 
     model: str
@@ -28,6 +30,9 @@ class BenchReport:
     size: str
     steps: int
     requests: int
+    images: int
+    batch: int
+    side_by_side: float
     load_seconds: float
     median: Mapping[str, float]
     least: Mapping[str, float]
@@ -60,7 +65,7 @@ def bench(
             results.append(engine.generate(replace(resolved, seed=resolved.seed + number)))
         peak = setup.backend.peak_bytes(setup.device)
     seconds = {row: [result.seconds[row] for result in results] for row in ROWS}
-    steps = [s for result in results for image in result.images for s in image.step_seconds]
+    pictures = [image for result in results for image in result.images]
     return BenchReport(
         model=setup.plan.model,
         backend=setup.plan.backend,
@@ -68,11 +73,14 @@ def bench(
         size=f"{resolved.width}x{resolved.height}",
         steps=resolved.steps,
         requests=requests,
+        images=resolved.images,
+        batch=setup.plan.workload.batch,
+        side_by_side=statistics.fmean(picture.batch for picture in pictures),
         load_seconds=load_seconds,
         median={row: statistics.median(values) for row, values in seconds.items()},
         least={row: min(values) for row, values in seconds.items()},
         most={row: max(values) for row, values in seconds.items()},
-        step=statistics.median(steps),
+        step=statistics.median(s for picture in pictures for s in picture.step_seconds),
         peak_bytes=peak,
         kernels={name: dict(ops) for name, ops in setup.plan.kernels.items()},
         notes=results[-1].notes,

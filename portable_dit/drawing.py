@@ -82,6 +82,16 @@ class Drawing:
         """Takes over why calls of an image of this drawing were not captured, by component."""
         self._refused.update(refused)
 
+    def draw_apart(self, objection: str) -> None:
+        """Takes over why an image is not drawn beside others. Strict, it is refused to who wanted several
+        images; who wanted one is not to suffer from whom it stood beside.
+        """
+        note = f"batch: drawn one at a time, since {objection}"
+        if self.setup.strict and self.request.images > 1:
+            self.fail(BackendError(f"strict: {note}. Say batch=1, or one image a request."))
+        else:
+            self.changes.append(note)
+
     def fail(self, error: PortableDitError) -> None:
         """There will be no result."""
         if self.outcome is None:

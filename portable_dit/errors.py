@@ -27,7 +27,14 @@ class RecipeError(UserError):
 
 
 class RequestError(UserError):
-    """A prompt, size, step count, seed or reference that the model cannot take."""
+    """A prompt, size, step count, seed or reference that the model cannot take.
+
+    problems: (field of the request, what is wrong with it), where that is known of each.
+    """
+
+    def __init__(self, message: str, problems: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
 
 
 class ImageError(RequestError):

@@ -1,6 +1,6 @@
 """Machines as files: `Capabilities` in JSON, so that a plan can be made for a machine that is not this one.
 
-portable-dit plan --recipe R --machine FILE
+portable-dit plan --recipe R --machine NAME|FILE
 """
 
 from __future__ import annotations
@@ -11,27 +11,54 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from portable_dit.capabilities import Capabilities
-from portable_dit.errors import UserError
-from portable_dit.paths import read_at_most
+from portable_dit.errors import UserError, at_most, near
+from portable_dit.paths import kind_of, read_at_most
+from portable_dit.refused_values import mistakes
 
 MAX_BYTES = 256 * 1024
 
 
-def load_machine(path: str | Path) -> Capabilities:
-    """The capabilities in a JSON file. Raises UserError that lists every mistake in it."""
+def load_machine(ref: str | Path) -> Capabilities:
+    """The capabilities in a JSON file, or of a machine that comes with the package, by name ("h200").
+
+    Raises UserError that lists every mistake in it.
+    """
+    path = _find(ref)
     try:
         text = read_at_most(path, MAX_BYTES)
     except OSError as error:
-        raise UserError(f"machine {path}: the file cannot be read: {error.strerror}.") from error
+        raise UserError(f"machine {ref}: the file cannot be read: {error.strerror}.") from error
     if len(text) > MAX_BYTES:
-        raise UserError(f"machine {path}: over {MAX_BYTES:,} bytes; a machine file has less.")
+        raise UserError(f"machine {ref}: over {MAX_BYTES:,} bytes; a machine file has less.")
     try:
         return _adapter().validate_json(text, strict=True)
     except ValidationError as error:
-        lines = "\n".join(f"  {_place(item)}{_why(item)}" for item in error.errors(include_url=False))
-        raise UserError(
-            f"machine {path}: not a machine file. Copy one from tests/data/machines and change it.\n{lines}"
-        ) from error
+        lines = at_most([f"  {mistake}" for mistake in mistakes(error, Capabilities)])
+        raise UserError(f"machine {ref}: not a machine file. {_way_out()}\n{lines}") from error
+
+
+def named_machines() -> dict[str, Path]:
+    """Every machine that comes with the package, by name; in a checkout they lie among the tests' data."""
+    package = Path(__file__).parent
+    installed = package / "machines"
+    folder = installed if installed.is_dir() else package.parent / "tests" / "data" / "machines"
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def _find(ref: str | Path) -> Path:
+    """The file that a path or a name means. Raises UserError that lists the names."""
+    named = named_machines()
+    if kind_of(Path(ref)) != "missing":
+        return Path(ref)
+    if str(ref) not in named:
+        hint = near(str(ref), list(named), most=len(named)) if named else ""
+        raise UserError(f"machine {ref}: neither a file nor a machine's name.{hint} {_way_out()}")
+    return named[str(ref)]
+
+
+def _way_out() -> str:
+    like = next(iter(named_machines().values()), None)
+    return f"For one of your own, copy {like or 'a machine file'}, change it and give its path."
 
 
 def dump_machine(machine: Capabilities) -> dict[str, Any]:
@@ -44,14 +71,3 @@ def dump_machine(machine: Capabilities) -> dict[str, Any]:
 
 def _adapter() -> TypeAdapter[Capabilities]:
     return TypeAdapter(Capabilities)
-
-
-def _place(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
-    return f"{key}: " if key else ""
-
-
-def _why(item: Any) -> str:
-    if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return "unknown key."
-    return f"{item['msg']}."

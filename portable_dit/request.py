@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portable_dit.errors import ImageError, RequestError, near
+from portable_dit.errors import ImageError, RequestError, at_most, near
 from portable_dit.image import FORMATS, Pixels, ReadImage, check_size, read_image, resize
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ MAX_STEPS = 1000
 MAX_GUIDANCE = 100.0
 
 ReferenceSource = str | Path | bytes | Pixels
+Problem = tuple[str, str]  # a field of `Request`, and a sentence that begins with its name if it can
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,7 @@ class ResolvedRequest:
 
 def validate_request(request: Request, spec: ModelSpec) -> ResolvedRequest:
     """The request with the model's defaults filled in. Raises RequestError that lists every problem."""
-    problems = _prompt_problems(request.prompt, spec)
+    problems = [("prompt", problem) for problem in _prompt_problems(request.prompt, spec)]
     problems += _number_problems(request, spec)
     problems += _system_problems(request, spec)
     images, notes = _read_references(request.references, spec, problems)
@@ -126,10 +127,10 @@ def validate_request(request: Request, spec: ModelSpec) -> ResolvedRequest:
     elif not problems:
         width, height = spec.sizes.enlarged(width, height)
     if problems:
-        raise RequestError(_listed(problems))
+        raise RequestError(listed([text for _, text in problems]), problems)
     references = tuple(_sized(name, pixels, spec, (width, height)) for name, pixels in images)
     if references and (problem := spec.prompt_problem(request.prompt, [r.size for r in references])):
-        raise RequestError(problem)
+        raise RequestError(problem, [("prompt", problem)])
     guidance = request.guidance_scale if spec.has_guidance else None
     return ResolvedRequest(
         prompt=request.prompt,
@@ -204,21 +205,21 @@ def _prompt_problems(prompt: str, spec: ModelSpec) -> list[str]:
     return [problem] if problem else []
 
 
-def _system_problems(request: Request, spec: ModelSpec) -> list[str]:
+def _system_problems(request: Request, spec: ModelSpec) -> list[Problem]:
     """Problems of the system prompt, of the request's own or the checkpoint's."""
     name, text, known = request.use_system_prompt, request.system_prompt, spec.system_prompts
     given = "use_system_prompt" if text is None else "system_prompt"
     if name is None and text is None:
         return []
     if known is None:
-        return [f"{given}: {spec.id} takes no system prompt. Leave it out."]
+        return [(given, f"{given}: {spec.id} takes no system prompt. Leave it out.")]
     if name is not None and text is not None:
-        return ["use_system_prompt and system_prompt: both were given. Leave one out."]
+        return [(given, "use_system_prompt and system_prompt: both were given. Leave one out.")]
     if name is not None and name not in known:
         have = near(str(name), list(known)) if known else " The checkpoint brings none; say system_prompt."
-        return [f"use_system_prompt={name}: not one of the checkpoint's.{have}"]
+        return [(given, f"use_system_prompt={name}: not one of the checkpoint's.{have}")]
     if text is not None and (not isinstance(text, str) or "\0" in text):
-        return ["system_prompt: text without NUL is needed."]
+        return [(given, "system_prompt: text without NUL is needed.")]
     return []
 
 
@@ -231,72 +232,77 @@ def _system_prompt(request: Request, spec: ModelSpec) -> str | None:
     return (text or "").strip() or None
 
 
-def _number_problems(request: Request, spec: ModelSpec) -> list[str]:
+def _number_problems(request: Request, spec: ModelSpec) -> list[Problem]:
     """Problems of steps, guidance, seed, image count and format."""
-    problems = []
+    problems: list[Problem] = []
     if request.steps is not None:
         problems += _steps_problems(request.steps, spec)
     if request.guidance_scale is not None:
         problems += _guidance_problems(request.guidance_scale, spec)
     problems += _rescale_problems(request, spec)
     if not _whole(request.images) or not 1 <= request.images <= MAX_IMAGES:
-        problems.append(
-            f"images={request.images}: 1 to {MAX_IMAGES} in one request. Make several requests for more."
-        )
+        rule = f"1 to {MAX_IMAGES} in one request. Make several requests for more."
+        problems.append(("images", f"images={request.images}: {rule}"))
     elif not _whole(request.seed) or not 0 <= int(request.seed) <= MAX_SEED - int(request.images):
-        problems.append(f"seed={request.seed}: a whole number from 0 to 2**63 - 1 - images. Try 0.")
+        rule = "a whole number from 0 to 2**63 - 1 - images. Try 0."
+        problems.append(("seed", f"seed={request.seed}: {rule}"))
     if request.format is not None and request.format not in tuple(FORMATS):
         hint = near(str(request.format), tuple(FORMATS))
-        problems.append(f"format={request.format}: not one that is written.{hint}")
+        problems.append(("format", f"format={request.format}: not one that is written.{hint}"))
     return problems
 
 
-def _steps_problems(steps: int, spec: ModelSpec) -> list[str]:
+def _steps_problems(steps: int, spec: ModelSpec) -> list[Problem]:
     if spec.steps and steps not in spec.steps:
         allowed = " or ".join(str(count) for count in spec.steps)
-        return [f"steps={steps}: {spec.id} was trained for {allowed} steps. Leave it out, or say {allowed}."]
+        rule = f"{spec.id} was trained for {allowed} steps. Leave it out, or say {allowed}."
+        return [("steps", f"steps={steps}: {rule}")]
     if not _whole(steps) or not 1 <= steps <= MAX_STEPS:
-        return [f"steps={steps}: a whole number from 1 to {MAX_STEPS}. Leave it out for the model's own."]
+        rule = f"a whole number from 1 to {MAX_STEPS}. Leave it out for the model's own."
+        return [("steps", f"steps={steps}: {rule}")]
     return []
 
 
-def _guidance_problems(scale: float, spec: ModelSpec) -> list[str]:
+def _guidance_problems(scale: float, spec: ModelSpec) -> list[Problem]:
     number = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
     if not spec.has_guidance and not (number and scale == 1):  # a scale of 1 is no guidance
-        return [f"guidance_scale={scale}: {spec.id} is distilled and has no guidance. Leave it out."]
-    if not number or not 0 <= scale <= MAX_GUIDANCE:
-        return [
-            f"guidance_scale={scale}: a number from 0 to {MAX_GUIDANCE:g}. Leave it out for the model's own."
-        ]
-    return []
+        rule = f"{spec.id} is distilled and has no guidance. Leave it out."
+    elif not number or not 0 <= scale <= MAX_GUIDANCE:
+        rule = f"a number from 0 to {MAX_GUIDANCE:g}. Leave it out for the model's own."
+    else:
+        return []
+    return [("guidance_scale", f"guidance_scale={scale}: {rule}")]
 
 
-def _rescale_problems(request: Request, spec: ModelSpec) -> list[str]:
+def _rescale_problems(request: Request, spec: ModelSpec) -> list[Problem]:
     """Problems of a wish to take guidance back, which needs guidance of two branches."""
     amount, scale = request.guidance_rescale, request.guidance_scale
     if not (isinstance(amount, Real) and not isinstance(amount, bool) and 0 <= amount <= 1):
-        return [f"guidance_rescale={amount}: a number from 0 to 1. Leave it out for none."]
+        rule = "a number from 0 to 1. Leave it out for none."
+        return [("guidance_rescale", f"guidance_rescale={amount}: {rule}")]
     scale = spec.default_guidance if scale is None else scale
     if amount and not (isinstance(scale, Real) and spec.branches(float(scale)) > 1):
-        return [
-            f"guidance_rescale={amount}: takes back what guidance of two branches widens, and this request "
-            "has none. Leave it out, or say a guidance_scale above 1 where the model has branches."
-        ]
+        rule = (
+            "takes back what guidance of two branches widens, and this request has none. Leave it out, or "
+            "say a guidance_scale above 1 where the model has branches."
+        )
+        return [("guidance_rescale", f"guidance_rescale={amount}: {rule}")]
     return []
 
 
 def _read_references(
-    sources: Sequence[ReferenceSource], spec: ModelSpec, problems: list[str]
+    sources: Sequence[ReferenceSource], spec: ModelSpec, problems: list[Problem]
 ) -> tuple[list[tuple[str, Pixels]], list[str]]:
     """Names and pixels as they were given, and notes on what was changed; problems go to `problems`."""
     if isinstance(sources, bytes | str) or not isinstance(sources, Sequence):
-        kind = type(sources).__name__
-        problems.append(f"references: a tuple of images is needed, not {kind}. Say references=(image,).")
+        rule = f"a tuple of images is needed, not {type(sources).__name__}. Say references=(image,)."
+        problems.append(("references", f"references: {rule}"))
         return [], []
     if len(sources) > spec.max_references:
         most = f"at most {spec.max_references}" if spec.max_references else "none"
         out = "Leave some out." if spec.max_references else "Leave them out."
-        problems.append(f"references: {len(sources)} were given and {spec.id} takes {most}. {out}")
+        rule = f"{len(sources)} were given and {spec.id} takes {most}. {out}"
+        problems.append(("references", f"references: {rule}"))
         return [], []
     images: list[tuple[str, Pixels]] = []
     notes: list[str] = []
@@ -305,14 +311,13 @@ def _read_references(
         try:
             image = _read_reference(source, name)
         except ImageError as error:
-            problems.append(str(error))
+            problems.append(("references", str(error)))
             continue
         height, width, _ = image.pixels.shape
         limit = spec.max_reference_ratio
         if max(width, height) > limit * min(width, height):
-            problems.append(
-                f"{name}: {width}x{height}; its sides may differ by {limit:g}:1 at most. Crop it."
-            )
+            rule = f"{width}x{height}; its sides may differ by {limit:g}:1 at most. Crop it."
+            problems.append(("references", f"{name}: {rule}"))
             continue
         notes += image.notes
         images.append((name, image.pixels))
@@ -346,7 +351,7 @@ def _output_size(
     request: Request,
     spec: ModelSpec,
     images: Sequence[tuple[str, Pixels]],
-    problems: list[str],
+    problems: list[Problem],
     notes: list[str],
 ) -> tuple[int, int]:
     """Width and height: as asked, by ratio, after the first reference, or the model's default.
@@ -356,13 +361,14 @@ def _output_size(
     rules = spec.sizes
     if request.size is not None and (request.aspect_ratio or request.resolution) is not None:
         other = "resolution" if request.aspect_ratio is None else "aspect_ratio"
-        problems.append(f"size and {other}: both were given. Leave one out.")
+        problems.append(("size", f"size and {other}: both were given. Leave one out."))
     elif request.size is not None:
         width, height = _pair(request.size)
         if width is None or height is None:
-            problems.append(f"size={request.size}: (width, height) in whole pixels, as in (512, 512).")
+            rule = "(width, height) in whole pixels, as in (512, 512)."
+            problems.append(("size", f"size={request.size}: {rule}"))
         elif problem := size_problem(width, height, rules):
-            problems.append(problem)
+            problems.append(("size", problem))
         else:
             return width, height
     elif request.aspect_ratio is not None or request.resolution is not None:
@@ -392,7 +398,7 @@ def _canvas_of_reference(name: str, pixels: Pixels, spec: ModelSpec, notes: list
     return nearest
 
 
-def _tier(request: Request, rules: SizeRules, problems: list[str]) -> Tier | None:
+def _tier(request: Request, rules: SizeRules, problems: list[Problem]) -> Tier | None:
     """The class of sizes that was asked for by name."""
     if request.resolution is None:
         return None
@@ -400,16 +406,15 @@ def _tier(request: Request, rules: SizeRules, problems: list[str]) -> Tier | Non
     if str(request.resolution).upper() in named:
         return named[str(request.resolution).upper()]
     if named:
-        problems.append(
-            f"resolution={request.resolution}: not a size.{near(request.resolution, tuple(named))}"
-        )
+        rule = f"not a size.{near(str(request.resolution), tuple(named))}"
     else:
-        problems.append(f"resolution={request.resolution}: this model has no sizes with a name. Say a size.")
+        rule = "this model has no sizes with a name. Say a size."
+    problems.append(("resolution", f"resolution={request.resolution}: {rule}"))
     return None
 
 
 def _canvas_of_ratio(
-    request: Request, rules: SizeRules, images: Sequence[tuple[str, Pixels]], problems: list[str]
+    request: Request, rules: SizeRules, images: Sequence[tuple[str, Pixels]], problems: list[Problem]
 ) -> tuple[int, int]:
     """The legal canvas of the ratio and the resolution; either may be left out."""
     tier = _tier(request, rules, problems)
@@ -422,13 +427,12 @@ def _canvas_of_ratio(
     try:
         across, down = parse_aspect_ratio(text)
     except RequestError as error:
-        problems.append(str(error))
+        problems.append(("aspect_ratio", str(error)))
         return rules.default
     if max(across, down) > rules.max_ratio * min(across, down):
-        problems.append(
-            f"aspect_ratio={text}: the sides may differ by {rules.max_ratio:g}:1 at most. "
-            f"Try {rules.max_ratio:g}:1 or 1:{rules.max_ratio:g}."
-        )
+        most = f"{rules.max_ratio:g}"
+        rule = f"the sides may differ by {most}:1 at most. Try {most}:1 or 1:{most}."
+        problems.append(("aspect_ratio", f"aspect_ratio={text}: {rule}"))
         return rules.default
     return rules.of_ratio(area, across / down)
 
@@ -437,9 +441,8 @@ def _whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's integers are some too
 
 
-def _listed(problems: Sequence[str]) -> str:
+def listed(problems: Sequence[str]) -> str:
+    """The problems of one request as one message."""
     if len(problems) == 1:
         return problems[0]
-    return "\n".join(
-        [f"The request has {len(problems)} problems:", *(f"  {problem}" for problem in problems)]
-    )
+    return f"The request has {len(problems)} problems:\n" + at_most([f"  {problem}" for problem in problems])

@@ -24,8 +24,8 @@ class Picture:
 
     record: what is written into its file. seconds: by stage. step_seconds: of each denoise step. encoded: the
     file's bytes by format, for the format that the request named. batch: how many pictures were denoised side
-    by side, this one among them, whose time and steps are those of all. wanted: how many would have been if
-    no bit of any changed by it.
+    by side up to the last step, this one among them, whose time and steps are those of all; those that left
+    on the way, being cancelled, do not count. wanted: how many would have been if no bit changed by it.
     """
 
     pixels: Pixels = field(repr=False)

@@ -166,7 +166,8 @@ class _Stages:
             for image in images:
                 alone = _Image(image.drawing, image.number, image.prompt, wanted=len(images))
                 if self._wanted([alone]):
-                    alone.drawing.changes.append(f"batch: drawn one at a time, since {objection}")
+                    alone.drawing.draw_apart(objection)
+                if alone.drawing.outcome is None:
                     self._draw([alone], encoder)
 
     def _draw(self, images: Sequence[_Image], encoder: Executor) -> str | None:
@@ -185,7 +186,7 @@ class _Stages:
                 if count < 2 or self.mesh is not None:
                     raise
                 objection = f"memory was short for {count} at once"
-                batches.refuse(images[0].shape, count, objection)
+                batches.pause(images[0].shape, count, objection)
                 return objection
             for image in denoised:
                 self._finish(image, encoder)
@@ -408,21 +409,24 @@ class _Batch:
         """The blocks, over all images that are left, side by side if nothing is against that many."""
         count = len(denoisers)
         if count not in self.together:
-            self.together[count] = count > 1 and self._may_be_together(denoisers, embedded)
+            objection = None if count < 2 else self._objection(denoisers, embedded)
+            self.together[count] = count > 1 and objection is None
             for image in self.images:
-                if image.drawing.outcome is None:
-                    image.wanted = max(image.wanted, count)
-                    image.batch = max(image.batch, count if self.together[count] else 1)
+                if len(self.images) > 1 and image.drawing.outcome is None:
+                    image.wanted, image.batch = count, count if self.together[count] else 1
+                    if objection is not None:
+                        note = f"batch: from step {self.steps + 1} on one at a time, since {objection}"
+                        image.drawing.notes.append(note)
         return (run_together if self.together[count] else run_each)(denoisers, embedded, self.run_blocks)
 
-    def _may_be_together(self, denoisers: Sequence[Denoiser], embedded: Sequence[Embedded]) -> bool:
-        """Whether so many may. Of fewer than there were, when some have left, it may have to be found out."""
+    def _objection(self, denoisers: Sequence[Denoiser], embedded: Sequence[Embedded]) -> str | None:
+        """What is against so many side by side, which of fewer than there were may have to be found out."""
         batches, shape, count = self.stages.loaded.batches, self.images[0].shape, len(denoisers)
         for _ in range(self.comparisons):
             if not batches.is_open(shape, count):
                 break
             batches.compare(shape, denoisers, embedded, self.run_blocks)
-        return batches.objection(shape, count) is None
+        return batches.objection(shape, count)
 
     def tick(self, step: int, latents: Mapping[int, Tensor]) -> None:
         """Times a step and tells of it."""

@@ -1,11 +1,13 @@
 """YAML as plain data that remembers its lines, so that every mistake in a recipe names the line it stands on.
 
 Stricter than YAML: one document, one mapping at the top, text keys, no key twice, no anchors (they can blow a
-small file up to any size) and no dates (a date stays the text it was written as).
+small file up to any size), no dates and no clock times (they stay the text they were written as). Numbers are
+those of YAML 1.2: 1e9 is one, which YAML 1.1 takes for text, and 010 is ten, which it takes for eight.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,11 @@ import yaml
 from portable_dit.paths import read_at_most
 
 MAX_BYTES = 256 * 1024  # a recipe is a page of text; more is a wrong file
+MOST_DIGITS = 1000
 TEXT_TAGS = ("tag:yaml.org,2002:timestamp",)
+WHOLE = re.compile(r"[-+]?[0-9]+")
+DECIMAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+CLOCK = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # 1:30 was 90 in YAML 1.1
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ class _Reader:
         if node.tag in TEXT_TAGS:
             return node.value
         try:
+            if isinstance(node, yaml.ScalarNode) and node.style is None:
+                return _plain(node)
             return yaml.constructor.SafeConstructor().construct_object(node)
         except (yaml.YAMLError, ValueError) as error:
             why = getattr(error, "problem", None) or str(error)
@@ -158,3 +166,17 @@ class _Reader:
             self.lines[dotted] = line
             found[name] = self.value(value_node, dotted)
         return found
+
+
+def _plain(node: yaml.ScalarNode) -> Any:
+    """The value of what stands without quotes. Raises YAMLError and ValueError."""
+    text, kind = node.value, node.tag.rpartition(":")[2]
+    if CLOCK.fullmatch(text):
+        return text
+    if kind == "int" and WHOLE.fullmatch(text):
+        if len(text) > MOST_DIGITS:
+            raise ValueError(f"a number of {len(text):,} digits")
+        return int(text)
+    if kind in ("str", "float") and DECIMAL.fullmatch(text) and not WHOLE.fullmatch(text):
+        return float(text)
+    return yaml.constructor.SafeConstructor().construct_object(node)

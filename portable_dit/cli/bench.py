@@ -17,7 +17,8 @@ from portable_dit.errors import UserError
 
 if TYPE_CHECKING:
     from portable_dit.bench import BenchReport
-    from portable_dit.server.bench import Point, ServerReport
+    from portable_dit.request import Request
+    from portable_dit.server.bench import Job, Point, ServerReport
 
 
 @recipe_flags
@@ -30,6 +31,9 @@ def bench(
         list[str] | None, typer.Option(metavar="FILE", help="A reference image; repeatable.")
     ] = None,
     size: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the picture in pixels.")] = None,
+    num_images: Annotated[
+        int, typer.Option("-n", "--num-images", min=1, max=128, help="Pictures of each request.")
+    ] = 1,
     requests: Annotated[int, typer.Option(min=1, max=10_000, help="How many requests are measured.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, max=100, help="How many are drawn before.")] = 1,
     server: Annotated[
@@ -50,13 +54,20 @@ def bench(
     json: JsonFlag = False,
 ) -> None:
     """Measure how long a picture takes."""
+    from portable_dit.request import Request, parse_size
+
     if server is not None:
+        from portable_dit.server.bench import Job
+
         _require_no_recipe(wish)
         report = _bench_server(
             server,
-            prompts=(prompt,) if prompts is None else _read_prompts(prompts),
-            references=tuple(Path(name).read_bytes() for name in image or ()),
-            size=size,
+            Job(
+                (prompt,) if prompts is None else _read_prompts(prompts),
+                tuple(_read_reference(name) for name in image or ()),
+                size,
+                num_images,
+            ),
             concurrency=_counts(concurrency or "1"),
             requests=requests,
             warmup=warmup,
@@ -77,31 +88,19 @@ def bench(
     ):
         if value is not None:
             raise UserError(f"--{name}: measures a server. Say --server URL too, or leave it out.")
-    _bench_here(wish, prompt, image or (), size, requests=requests, warmup=warmup, json=json)
+    request = Request(
+        prompt, size=parse_size(size) if size else None, images=num_images, references=tuple(image or ())
+    )
+    _bench_here(wish, request, requests=requests, warmup=warmup, json=json)
 
 
-def _bench_here(
-    wish: RecipeWish,
-    prompt: str,
-    image: Sequence[str],
-    size: str | None,
-    *,
-    requests: int,
-    warmup: int,
-    json: bool,
-) -> None:
+def _bench_here(wish: RecipeWish, request: Request, *, requests: int, warmup: int, json: bool) -> None:
     from portable_dit.catalog import read_spec
     from portable_dit.loading import resolve_request, set_up
-    from portable_dit.request import Request, parse_size
 
     recipe = wish.load()
     if recipe.provenance["prompt_cache_mib"] == "default":  # a prompt that is not read is not measured
         recipe = RecipeWish(wish.ref, {**wish.overrides, "prompt_cache_mib": 0}).load()
-    request = Request(
-        prompt,
-        size=parse_size(size) if size else None,
-        references=tuple(image),
-    )
     resolve_request(request, recipe, read_spec(recipe))
     from portable_dit.bench import bench as measure
 
@@ -118,7 +117,10 @@ def _bench_here(
 
 def _print(report: BenchReport) -> None:
     typer.echo(f"{report.model} on {report.device} ({report.backend})")
-    typer.echo(f"{report.size}, {report.steps} steps, {report.requests} requests")
+    each = f" of {report.images} pictures" if report.images > 1 else ""
+    typer.echo(f"{report.size}, {report.steps} steps, {report.requests} requests{each}")
+    if report.batch > 1:
+        typer.echo(f"side by side {report.side_by_side:.1f} pictures, of {report.batch} that may be")
     typer.echo(f"loading {report.load_seconds:.2f} s")
     typer.echo(f"{'stage':<12} {'median':>9} {'least':>9} {'most':>9}   seconds")
     for row, median in report.median.items():
@@ -132,10 +134,8 @@ def _print(report: BenchReport) -> None:
 
 def _bench_server(
     url: str,
+    job: Job,
     *,
-    prompts: tuple[str, ...],
-    references: tuple[bytes, ...],
-    size: str | None,
     concurrency: Sequence[int],
     requests: int,
     warmup: int,
@@ -145,7 +145,7 @@ def _bench_server(
 ) -> ServerReport:
     """Measures, with a row on stdout as each number of clients is done, and writes the plot."""
     from portable_dit.image import check_writable, write_atomically
-    from portable_dit.server.bench import Job, bench_server, read_prices
+    from portable_dit.server.bench import bench_server, read_prices
     from portable_dit.server.client import Client
     from portable_dit.server.plot import plot as draw
 
@@ -161,7 +161,7 @@ def _bench_server(
         typer.echo(_row(*(name for name, _ in SERVER_COLUMNS)))
     report = bench_server(
         Client.of(url),
-        Job(prompts, references, size),
+        job,
         concurrency=concurrency,
         requests=requests,
         warmup=warmup,
@@ -187,6 +187,7 @@ SERVER_COLUMNS: tuple[tuple[str, Callable[[Point], str]], ...] = (
     ("clients", lambda point: str(point.concurrency)),
     ("pictures", lambda point: str(point.pictures)),
     ("failures", lambda point: str(point.failures)),
+    ("together", lambda point: _or_dash(point.side_by_side, ".1f")),
     ("p50 s", lambda point: _or_dash(point.p50, ".3f")),
     ("p95 s", lambda point: _or_dash(point.p95, ".3f")),
     ("p99 s", lambda point: _or_dash(point.p99, ".3f")),
@@ -203,6 +204,13 @@ def _require_no_recipe(wish: RecipeWish) -> None:
         raise UserError(
             "--server: it has a recipe of its own. Leave --recipe and the flags that change it out."
         )
+
+
+def _read_reference(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--image {name}: cannot be read ({error}). Name a picture's file.") from error
 
 
 def _read_prompts(path: Path) -> tuple[str, ...]:

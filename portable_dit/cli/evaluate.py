@@ -10,9 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from portable_dit.cli.options import JsonFlag
+from portable_dit.cli.terminal import tell
 from portable_dit.errors import UserError
 
 BUILTIN = "builtin"
+JUDGE_ADVICE = (
+    "--judge is the address of a vision model's server that answers OpenAI's /v1/chat/completions. Start "
+    "that, or give its address."
+)
 
 
 def evaluate(
@@ -68,6 +73,8 @@ def evaluate(
 
         write_atomically(report, json_text.dumps(found, indent=1).encode())
     typer.echo(json_text.dumps(found) if json else _table(found))
+    for note in found["notes"]:
+        tell(f"note: {note}")
     if not found["passed"]:
         raise typer.Exit(1)
 
@@ -77,7 +84,9 @@ def _builtin(server: str | None, samples_per_type: int | None) -> dict[str, Any]
     from portable_dit.server.client import Client
 
     if server is None:
-        raise UserError("--server: missing. Start one with `portable-dit serve`, and give its URL.")
+        raise UserError(
+            "--server: missing. Start one with `portable-dit serve --recipe cpu/h3-mini`, and give its URL."
+        )
     from portable_dit.evaluation.builtin.gates import evaluate_served
 
     return evaluate_served(Client.of(server).draw, samples_per_type=samples_per_type, on_case=_progress)
@@ -101,9 +110,16 @@ def _by_rubric(
     from portable_dit.server.client import Client
 
     if server is None and judge is None:
-        raise UserError("--server draws and --judge scores: give one or both.")
+        raise UserError(
+            "--server and --judge: missing. --server URL draws the suite, and --judge URL has a vision model "
+            "score it. Give both, or one of them with --pictures FOLDER."
+        )
     if pictures is None and (server is None or judge is None):
-        raise UserError("--pictures: missing. One pass leaves its pictures there and the other finds them.")
+        missing, does = ("--judge", "scores what is drawn") if judge is None else ("--server", "draws")
+        raise UserError(
+            f"{missing}: missing, which {does}. Say {missing} URL, or --pictures FOLDER, where one pass "
+            "leaves its pictures and the other finds them."
+        )
     suite = read_suite(path, types=types, samples_per_type=samples_per_type)
     folder = pictures or path.with_suffix("")
     if server is not None:
@@ -118,7 +134,7 @@ def _by_rubric(
         typer.echo(str(folder))
         return None
     judgements = judge_all(
-        Client.of(judge),
+        Client.of(judge, advice=JUDGE_ADVICE),
         suite,
         folder,
         model=judge_model,
@@ -138,7 +154,8 @@ def _table(found: dict[str, Any]) -> str:
     if "gates" in found:
         for gate in found["gates"]:
             verdict = "pass" if gate["passed"] else "FAIL"
-            figures = f"{gate['value']:8.3f} of {gate['needed']:<6g} {gate['count']:5} cases"
+            value = "-" if gate["value"] is None else f"{gate['value']:.3f}"
+            figures = f"{value:>8} of {gate['needed']:<6g} {gate['count']:5} cases"
             lines.append(f"{gate['name']:28} {figures}  {verdict}")
         return "\n".join(lines)
     for name, mean in {"overall": found["overall"], **found["types"]}.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json as json_text
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,7 +30,7 @@ def plan(
     size: Annotated[str | None, typer.Option(metavar="WxH", help="The picture to plan for.")] = None,
     image_count: Annotated[int, typer.Option(min=0, help="Reference images of the request.")] = 0,
     machine: Annotated[
-        Path | None, typer.Option(help="Plan for the machine in this JSON file instead of this one.")
+        str | None, typer.Option(metavar="NAME|FILE", help="Plan for another machine, of a JSON file.")
     ] = None,
     explain_scaling: Annotated[
         bool, typer.Option("--explain-scaling", help="Rank the layouts of the machine by predicted time.")
@@ -44,6 +43,7 @@ def plan(
 ) -> None:
     """Say what would run where, what it needs, and whether it fits."""
     from portable_dit.catalog import read_spec
+    from portable_dit.errors import RequestError
     from portable_dit.plan import make_plan
 
     recipe = wish.load()
@@ -51,6 +51,8 @@ def plan(
     workload = make_workload(spec, size, image_count)
     capabilities, kernels = find_machine(machine, recipe.device.backend)
     made = make_plan(recipe, spec, capabilities, kernels, workload, strict=strict)
+    if devices is not None and not explain_scaling:
+        raise RequestError("--devices: says for how many layouts are ranked. Say --explain-scaling too.")
     if explain_scaling:
         _explain_scaling(made, spec, capabilities, devices, json)
         return
@@ -78,14 +80,14 @@ def _explain_scaling(
         branches=spec.branches(spec.default_guidance),
         devices=devices,
     )
+    if devices is not None and devices > capabilities.count:
+        there = f"{capabilities.count} of {plan.device} are there"
+        typer.echo(f"note: {there}; the layouts suppose {devices}", err=True)
     if json:
         typer.echo(json_text.dumps([asdict(prediction) for prediction in found]))
         return
     from rich.console import Console
 
-    if devices is not None and devices > capabilities.count:
-        there = f"{capabilities.count} of {plan.device} are there"
-        typer.echo(f"note: {there}; the table supposes {devices}", err=True)
     console, rows = (
         Console(),
         _table(
@@ -124,7 +126,7 @@ def make_workload(spec: ModelSpec, size: str | None, image_count: int) -> Worklo
     return Workload(width, height, spec.prompt_tokens, (reference,) * image_count)
 
 
-def find_machine(machine: Path | None, backend: str | None) -> tuple[Capabilities, KernelLists | None]:
+def find_machine(machine: str | None, backend: str | None) -> tuple[Capabilities, KernelLists | None]:
     """The machine to plan for and the kernels it has; None when its backend is not installed here."""
     from portable_dit.machine_file import load_machine
     from portable_dit.plugins import load_plugins, select_backend

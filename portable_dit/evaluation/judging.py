@@ -63,11 +63,11 @@ def draw_missing(
 
 def _require_same(folder: Path, suite: Suite, client: Client, steps: int | None) -> None:
     """Notes beside the pictures what they are of, or refuses a folder that holds others."""
-    facts = {
+    facts: dict[str, Any] = {
         "suite": suite.name,
         "size": suite.size,
         "steps": steps or suite.steps,
-        "model": client.get("/v1/models")["data"][0]["id"],
+        "model": client.model(),
         "samples": {s.id: [s.prompt, s.seed, [path.name for path in s.references]] for s in suite.samples},
     }
     note = folder / "evaluation.json"
@@ -98,7 +98,7 @@ def judge_all(
             f"--pictures {folder}: {len(missing)} of {len(suite.samples)} pictures are not there, such as "
             f"{missing[0]}.png. Give --server too, and they are drawn."
         )
-    name = model or str(judge.get("/v1/models")["data"][0]["id"])
+    name = model or judge.model()
     judgements = []
     for sample in suite.samples:
         on_sample(sample)

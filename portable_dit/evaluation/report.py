@@ -22,7 +22,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """passed: every mean is at least the gate, and every sample has a score."""
+    """passed: every mean is at least the gate, and every sample has a score. notes: limits of that."""
 
     suite: str
     judge: str
@@ -30,6 +30,7 @@ class EvaluationReport:
     types: dict[str, Mean]
     gate: float
     passed: bool
+    notes: tuple[str, ...]
     judgements: tuple[Judgement, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def make_report(suite: Suite, judge: str, judgements: Sequence[Judgement]) -> Ev
         types=types,
         gate=suite.gate,
         passed=all(m.mean is not None and m.mean >= suite.gate and not m.unscored for m in means),
+        notes=suite.notes,
         judgements=tuple(judgements),
     )
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from portable_dit.errors import UserError
+from portable_dit.errors import UserError, at_most
+from portable_dit.refused_values import mistakes
 from portable_dit.yaml_lines import read_document
 
 Text = Annotated[str, Field(min_length=1)]
@@ -77,6 +78,8 @@ class Suite:
     steps: int | None
     guidance_scale: float | None
     samples: tuple[Sample, ...]
+    notes: tuple[str, ...] = ()
+    """What of the file is left out."""
 
 
 def read_suite(path: Path, *, types: Sequence[str] = (), samples_per_type: int | None = None) -> Suite:
@@ -87,7 +90,8 @@ def read_suite(path: Path, *, types: Sequence[str] = (), samples_per_type: int |
     try:
         section = SuiteSection.model_validate(document.data)
     except ValidationError as error:
-        raise UserError("\n".join(_problems(path, error))) from error
+        lines = [f"  {mistake}" for mistake in mistakes(error, SuiteSection)]
+        raise UserError(f"--suite {path}:\n{at_most(lines)}") from error
     unknown = sorted(set(types) - set(section.types))
     if unknown:
         raise UserError(f"--types {','.join(unknown)}: not in {path}. It has {', '.join(section.types)}.")
@@ -97,6 +101,7 @@ def read_suite(path: Path, *, types: Sequence[str] = (), samples_per_type: int |
         if not types or name in types
         for place, entry in enumerate(entries[:samples_per_type])
     ]
+    whole = sum(map(len, section.types.values()))
     missing = [str(file) for sample in samples for file in sample.references if not file.is_file()]
     if missing:
         raise UserError(f"--suite {path}: these references do not exist: {', '.join(missing)}.")
@@ -110,6 +115,7 @@ def read_suite(path: Path, *, types: Sequence[str] = (), samples_per_type: int |
         steps=section.steps,
         guidance_scale=section.guidance_scale,
         samples=tuple(samples),
+        notes=(f"{len(samples)} of the suite's {whole} samples are judged",) if len(samples) < whole else (),
     )
 
 
@@ -122,10 +128,3 @@ def _sample(type: str, place: int, section: SampleSection, folder: Path) -> Samp
         expect=section.expect,
         seed=place if section.seed is None else section.seed,
     )
-
-
-def _problems(path: Path, error: ValidationError) -> list[str]:
-    def line(problem: Any) -> str:
-        return f"  {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-
-    return [f"--suite {path}:", *(line(problem) for problem in error.errors()[:20])]

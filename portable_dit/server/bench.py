@@ -13,17 +13,19 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from portable_dit.errors import UserError
+from portable_dit.refused_values import mistakes
 from portable_dit.server.client import Client, ServerError
 from portable_dit.yaml_lines import read_document
 
 JOULES_PER_KWH = 3.6e6
+BATCHES = "portable_dit_batch_pictures"
 Money = Annotated[float, Field(ge=0, strict=False, allow_inf_nan=False)]
 
 
@@ -45,16 +47,23 @@ class Prices(BaseModel):
 
 @dataclass(frozen=True)
 class Job:
-    """What is drawn: prompts in turn, each with the next seed; references and size are the same for all."""
+    """What is drawn: prompts in turn, each with the next seed; the rest is the same for all.
+
+    images: pictures of each request.
+    """
 
     prompts: tuple[str, ...]
     references: tuple[bytes, ...] = ()
     size: str | None = None
+    images: int = 1
 
 
 @dataclass(frozen=True)
 class Point:
-    """One number of clients. Latencies in seconds; what is None could not be known."""
+    """One number of clients. Latencies in seconds, of requests; what is None could not be known.
+
+    side_by_side: as in `bench.BenchReport`, of all that the server drew meanwhile.
+    """
 
     concurrency: int
     pictures: int
@@ -66,6 +75,7 @@ class Point:
     p99: float | None
     pictures_per_hour: float
     pictures_per_device_day: float
+    side_by_side: float | None
     joules_per_picture: float | None
     cost_per_picture: float | None
     revenue_per_device_hour: float | None
@@ -93,8 +103,9 @@ def read_prices(path: Path) -> Prices:
     try:
         return Prices.model_validate(document.data)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"{path}: {wrong}. See docs/prices.md.") from error
+        raise UserError(
+            f"{path}: {'; '.join(mistakes(error, Prices)).rstrip('.')}. See docs/prices.md."
+        ) from error
 
 
 def bench_server(
@@ -117,14 +128,17 @@ def bench_server(
     points = []
     for clients in concurrency:
         _run(client, job, clients=clients, requests=clients * warmup, seeds=seeds)
-        before = _energy(client)
+        before, drawn = _energy(client), _drawn(client)
         begin = time.perf_counter()
         latencies, failed = _run(client, job, clients=clients, requests=requests, seeds=seeds)
         seconds = time.perf_counter() - begin
         after = _energy(client)
         errors += failed
         joules = None if before is None or after is None or after < before else after - before
-        points.append(make_point(clients, latencies, len(failed), seconds, worker["devices"], joules, prices))
+        point = make_point(
+            clients, latencies, len(failed), seconds, worker["devices"], joules, prices, images=job.images
+        )
+        points.append(replace(point, side_by_side=_side_by_side(drawn, _drawn(client))))
         on_point(points[-1])
     return ServerReport(
         url=client.url,
@@ -146,9 +160,11 @@ def make_point(
     devices: int,
     joules: float | None,
     prices: Prices | None,
+    *,
+    images: int = 1,
 ) -> Point:
-    """The figures of one measurement; the money by the formulas of docs/prices.md."""
-    count = len(latencies)
+    """The figures of one measurement, of requests of so many images; money by docs/prices.md's formulas."""
+    count = len(latencies) * images
     per_hour = 3600 * count / seconds
     each = None if joules is None or not count else joules / count
     cost = revenue = None
@@ -166,6 +182,7 @@ def make_point(
         p99=percentile(latencies, 99),
         pictures_per_hour=per_hour,
         pictures_per_device_day=24 * per_hour / devices,
+        side_by_side=None,
         joules_per_picture=each,
         cost_per_picture=cost,
         revenue_per_device_hour=revenue,
@@ -200,7 +217,8 @@ def _run(
                 return
             begin = time.perf_counter()
             try:
-                client.draw(job.prompts[number % len(job.prompts)], job.references, size=job.size, seed=seed)
+                prompt = job.prompts[number % len(job.prompts)]
+                client.draw(prompt, job.references, size=job.size, seed=seed * job.images, n=job.images)
             except ServerError as error:
                 errors.append(str(error))
             else:
@@ -219,3 +237,19 @@ def _energy(client: Client) -> float | None:
     time.sleep(1.1)
     used = [worker["energy_joules"] for worker in client.get("/server_info")["workers"]]
     return None if None in used else sum(used)
+
+
+def _drawn(client: Client) -> tuple[float, float]:
+    """(pictures so far, how many each was drawn among, added up), as the metrics have them."""
+    found = dict.fromkeys(("count", "sum"), 0.0)
+    for line in client.text("/metrics").splitlines():
+        name, _, value = line.rpartition(" ")
+        for kind in found:
+            if name == f"{BATCHES}_{kind}":
+                found[kind] = float(value)
+    return found["count"], found["sum"]
+
+
+def _side_by_side(before: tuple[float, float], after: tuple[float, float]) -> float | None:
+    count, total = (late - early for early, late in zip(before, after, strict=True))
+    return total / count if count > 0 else None

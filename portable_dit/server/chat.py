@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import ValidationError
 
 from portable_dit.server.answers import (
     MEDIA_TYPES,
@@ -28,6 +29,7 @@ from portable_dit.server.refusal import ApiError
 from portable_dit.server.schema import Chat, ChatExtra, Part
 from portable_dit.server.service import KEEPALIVE_SECONDS, Service
 from portable_dit.server.ticket import Ticket
+from portable_dit.server.wording import refused_body
 
 router = APIRouter(tags=["chat"])
 SYSTEM_ROLES = ("system", "developer")
@@ -45,7 +47,9 @@ async def completions(body: Chat, http: Request, service: Serving) -> Response:
         if wish.width is None or wish.height is None or wish.size is not None:
             raise ApiError(400, "width and height: give both and no size, or neither.", param="width")
         size = wish.width, wish.height
-    request = await service.resolve(wish, prompt, references, size=size, format=wish.output_format)
+    request = await service.resolve(
+        wish, prompt, references, size=size, format=wish.output_format, image_field="image_url"
+    )
     ticket = service.accept(request, client=http.state.client)
     if body.stream:
         stream = _stream(http, service, ticket, notes)
@@ -102,12 +106,21 @@ def last_message(body: Chat) -> tuple[str, list[str], list[str]]:
     ]
     if isinstance(last.content, str):
         return last.content, [], notes
-    parts = [part for part in last.content or [] if isinstance(part, Part)]
-    if len(parts) != len(last.content or []):
-        raise ApiError(400, "messages: a part is neither text nor image_url.", param="messages")
+    parts = [
+        part if isinstance(part, Part) else _part(part, f"messages.{len(body.messages) - 1}.content.{number}")
+        for number, part in enumerate(last.content or [])
+    ]
     text = "\n".join(part.text for part in parts if part.text is not None)
     urls = [part.image_url.url for part in parts if part.image_url is not None]
     return text, urls, notes
+
+
+def _part(part: object, place: str) -> Part:
+    """A part that is drawn from, checked: earlier messages may hold parts of any kind. Raises ApiError."""
+    try:
+        return Part.model_validate(part)
+    except ValidationError as error:
+        raise refused_body(error.errors(), Part, inside=place) from error
 
 
 def _read_all(service: Service, urls: list[str]) -> list[bytes]:

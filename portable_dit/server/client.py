@@ -13,7 +13,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,37 +29,62 @@ class ServerError(PortableDitError):
 
 @dataclass(frozen=True)
 class Client:
-    """One server. url: http://host:port, with or without a path before /v1. key: sent as a bearer token."""
+    """One server. url: http://host:port, with or without a path before /v1. key: sent as a bearer token.
+
+    advice: what to do when nothing answers there.
+    """
 
     url: str
     key: str | None = field(default=None, repr=False)
     timeout: float = 1800.0
+    advice: str = "Start it with `portable-dit serve`, or check the address given with --server."
 
     @classmethod
-    def of(cls, url: str) -> Client:
+    def of(cls, url: str, *, advice: str | None = None) -> Client:
         """The client for an address, with the key of PORTABLE_DIT_API_KEY. Raises UserError."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url}: not the address of a server. Try http://127.0.0.1:8091.")
-        return cls(url.rstrip("/").removesuffix("/v1"), os.environ.get(KEY_VARIABLE))
+        if not _is_address(url):
+            raise UserError(f"{url}: not the address of a server. Say it as in http://127.0.0.1:8091.")
+        found = cls(url.rstrip("/").removesuffix("/v1"), os.environ.get(KEY_VARIABLE))
+        return found if advice is None else replace(found, advice=advice)
 
     def get(self, path: str) -> Any:
         """JSON of a GET. Raises ServerError."""
-        return json.loads(self._answer("GET", path, None, ""))
+        return self._json(path, self._answer("GET", path, None, ""))
+
+    def model(self) -> str:
+        """The first model that it serves. Raises ServerError."""
+        try:
+            return str(self.get("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise ServerError(f"{self.url}/v1/models: names no model. {self.advice}") from error
+
+    def text(self, path: str) -> str:
+        """Text of a GET. Raises ServerError."""
+        return self._answer("GET", path, None, "").decode("utf-8", "replace")
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """JSON of a POST of JSON. A full queue is asked again. Raises ServerError."""
-        return json.loads(self._answer("POST", path, json.dumps(body).encode(), "application/json"))
+        return self._json(path, self._answer("POST", path, json.dumps(body).encode(), "application/json"))
 
     def draw(self, prompt: str, references: Sequence[bytes] = (), **fields: Any) -> bytes:
         """The file of one picture. Raises ServerError."""
         given = {name: value for name, value in fields.items() if value is not None}
         if references:
             body, kind = form({"prompt": prompt, **given}, references)
-            answer = json.loads(self._answer("POST", "/v1/images/edits", body, kind))
+            answer = self._json("/v1/images/edits", self._answer("POST", "/v1/images/edits", body, kind))
         else:
             answer = self.post("/v1/images/generations", {"prompt": prompt, **given})
-        return base64.b64decode(answer["data"][0]["b64_json"])
+        try:
+            return base64.b64decode(answer["data"][0]["b64_json"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.url}: answered without a picture. {self.advice}") from error
+
+    def _json(self, path: str, answer: bytes) -> Any:
+        try:
+            return json.loads(answer)
+        except ValueError as error:
+            text = answer[:60].decode("utf-8", "replace")
+            raise ServerError(f"{self.url}{path}: answered {text!r}, no JSON. {self.advice}") from error
 
     def _answer(self, method: str, path: str, body: bytes | None, kind: str) -> bytes:
         for _ in range(RETRIES):
@@ -85,12 +110,17 @@ class Client:
             with connection.getresponse() as response:
                 return response.status, response.headers, response.read()
         except (OSError, ssl.SSLError, http.client.HTTPException) as error:
-            raise ServerError(
-                f"{self.url}: does not answer ({error}). Start it with `portable-dit serve`, or check the "
-                "address."
-            ) from error
+            raise ServerError(f"{self.url}: does not answer ({error}). {self.advice}") from error
         finally:
             connection.close()
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # a port beyond 65535, a bracket without its other half
+        return False
 
 
 def form(fields: Mapping[str, Any], files: Sequence[bytes]) -> tuple[bytes, str]:

@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
 
 from portable_dit.request import ResolvedRequest
 from portable_dit.server.answers import (
@@ -28,10 +30,11 @@ from portable_dit.server.refusal import ApiError
 from portable_dit.server.schema import Edit, Generation, ImageWish
 from portable_dit.server.service import Service, watch
 from portable_dit.server.ticket import Ticket, cancelled
-from portable_dit.server.wording import first_problem
+from portable_dit.server.wording import refused_body
 
 router = APIRouter(tags=["images"])
 MAX_FIELDS = 64
+FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 DEFAULT_QUALITY = 92
 
 
@@ -72,12 +75,28 @@ EDIT_BODY = {
 @router.post("/v1/images/edits", summary="Pictures from a prompt and references", openapi_extra=EDIT_BODY)
 async def edits(http: Request, service: Serving) -> Response:
     """Multipart form: the references as `image` or several `image[]`, the rest as for generations."""
-    most = service.spec.max_references
-    async with http.form(max_files=most + 2, max_fields=MAX_FIELDS) as form:
+    async with read_form(http, service.spec.max_references) as form:
         body = edit_fields(form)
         files = [await file.read() for file in edit_files(form)]
     request = await service.resolve(body, body.prompt, files, format=body.output_format)
     return await answer(http, service, request, body, kind="image_edit")
+
+
+@asynccontextmanager
+async def read_form(http: Request, references: int) -> AsyncIterator[FormData]:
+    """A form with its files, of which some may be too many. Raises ApiError."""
+    kind = http.headers.get("content-type", "").partition(";")[0]
+    if kind not in FORMS:
+        given = kind[:64] or "nothing"
+        raise ApiError(400, f"Content-Type={given}: this call takes a form. Say multipart/form-data.")
+    try:
+        async with http.form(max_files=references + 2, max_fields=MAX_FIELDS) as form:
+            yield form
+    except ApiError:
+        raise
+    except HTTPException as error:
+        rules = f"at most {references} pictures and {MAX_FIELDS} fields, each text below 1 MiB"
+        raise ApiError(400, f"The form cannot be read: {error.detail} It may hold {rules}.") from error
 
 
 def edit_files(form: FormData) -> list[UploadFile]:
@@ -107,7 +126,7 @@ def edit_fields(form: FormData) -> Edit:
     try:
         return Edit.model_validate_strings(fields, strict=False)
     except ValidationError as error:
-        raise first_problem(error.errors(), tuple(Edit.model_fields)) from error
+        raise refused_body(error.errors(), Edit) from error
 
 
 def preview_steps(steps: int, count: int) -> frozenset[int]:

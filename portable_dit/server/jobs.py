@@ -127,7 +127,7 @@ async def accept_job(
         ]
 
     files = await asyncio.to_thread(read)
-    request = await service.resolve(body, body.prompt, files, format=body.output_format)
+    request = await service.resolve(body, body.prompt, files, format=body.output_format, image_field="images")
     return service.accept(
         request,
         client=client,

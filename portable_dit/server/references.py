@@ -38,8 +38,11 @@ def bytes_of(reference: str, fetcher: Fetcher, *, param: str, limits: Limits) ->
         ) from error
 
 
-def check_files(files: Sequence[bytes], limits: Limits) -> None:
-    """Refuses references that would take too much memory or time to decode, before any is decoded."""
+def check_files(files: Sequence[bytes], limits: Limits, *, param: str) -> None:
+    """Refuses references that would take too much memory or time to decode, before any is decoded.
+
+    param: what the call names them. Raises ApiError 400.
+    """
     total = 0
     for number, file in enumerate(files, 1):
         scans = file.count(START_OF_SCAN) if file.startswith(JPEG) else 0
@@ -49,12 +52,12 @@ def check_files(files: Sequence[bytes], limits: Limits) -> None:
                 f"reference {number}: a JPEG of {scans:,} scans, each a pass over the whole picture; at most "
                 f"{MOST_SCANS} are decoded. Save it again as a usual JPEG, or as PNG.",
                 code="invalid_image",
-                param="image",
+                param=param,
             )
         try:
             width, height = read_size(file, name=f"reference {number}")
         except ImageError as error:
-            raise ApiError(400, str(error), code="invalid_image", param="image") from error
+            raise ApiError(400, str(error), code="invalid_image", param=param) from error
         total += width * height
     if total > limits.reference_pixels:
         raise ApiError(
@@ -62,5 +65,5 @@ def check_files(files: Sequence[bytes], limits: Limits) -> None:
             f"references: {total:,} pixels together; this server takes at most {limits.reference_pixels:,}. "
             "Scale them down; models see far less.",
             code="invalid_image",
-            param="image",
+            param=param,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import HTTPException
@@ -10,16 +10,33 @@ from fastapi import HTTPException
 from portable_dit.errors import (
     CancelledError,
     DeviceMemoryError,
+    DoesNotFitError,
     PortableDitError,
     RankError,
+    RequestError,
     UserError,
 )
+from portable_dit.request import listed
 
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
+}
+CODES = {  # where an error has none of its own
+    400: "invalid_request",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "too_large",
+    414: "too_large",
+    431: "too_large",
+}
+FIELDS = {  # as callers name them
+    "steps": "num_inference_steps",
+    "images": "n",
+    "format": "output_format",
+    "references": "image",
 }
 CLIENT_LEFT = 499  # nobody reads it; nginx's number, for the log
 
@@ -59,27 +76,40 @@ def _rebuilt(status: int, message: str, code: str | None, param: str | None) -> 
 def error_body(
     status: int, message: str, *, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
+    code = code or CODES.get(status)
     kind = TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def refusal_of(error: PortableDitError) -> ApiError:
-    """The answer for one of our own errors."""
+def refusal_of(error: PortableDitError, names: Mapping[str, str] = FIELDS) -> ApiError:
+    """The answer for one of our own errors. names: of a request's fields, where the call has others."""
+    if isinstance(error, RequestError) and error.problems:
+        return _refused_fields(error.problems, names)
     if isinstance(error, UserError):
-        return ApiError(400, str(error), code="invalid_request")
+        return ApiError(400, str(error), param="size" if isinstance(error, DoesNotFitError) else None)
     if isinstance(error, CancelledError):
         return ApiError(409, str(error), code="cancelled")
     if isinstance(error, DeviceMemoryError):
         return ApiError(503, str(error), code="out_of_memory", headers={"Retry-After": "5"})
     if isinstance(error, RankError):
-        return worker_lost(str(error))
+        return _lost(f"{error} Try again.")
     return ApiError(500, str(error), code="failed")
 
 
+def _refused_fields(problems: Sequence[tuple[str, str]], names: Mapping[str, str]) -> ApiError:
+    """The answer for fields of a request, called as those who sent them call them."""
+    told = []
+    for field, text in problems:
+        begins = text.startswith((f"{field}=", f"{field}:"))
+        told.append(names.get(field, field) + text[len(field) :] if begins else text)
+    field = problems[0][0]
+    return ApiError(400, listed(told), param=names.get(field, field))
+
+
 def worker_lost(reason: str) -> ApiError:
-    return ApiError(
-        503,
-        f"The worker was lost: {reason} Another is being started; try again.",
-        code="worker_lost",
-        headers={"Retry-After": "5"},
-    )
+    """The answer to those whose worker has ended."""
+    return _lost(f"The worker was lost: {reason} Another is being started; try again.")
+
+
+def _lost(message: str) -> ApiError:
+    return ApiError(503, message, code="worker_lost", headers={"Retry-After": "5"})

@@ -201,7 +201,10 @@ class Replica:
             self.metrics.finished(message.summary)
             ticket.finish(message.summary)
         elif isinstance(message.error, PortableDitError):
-            ticket.fail(worker_lost(str(message.error)) if message.fatal else refusal_of(message.error))
+            error = worker_lost(str(message.error)) if message.fatal else refusal_of(message.error)
+            if error.status_code >= 500:
+                self.log(f"error: request {ticket.id}: {str(message.error).splitlines()[0]}")
+            ticket.fail(error)
 
     async def _feed(self) -> None:
         """One request after the other to the worker, as soon as it has a place that is free, each with those

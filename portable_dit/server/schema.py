@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 MAX_TEXT = 200_000  # characters; a model's own limit, which is far lower, gives the better message
 
@@ -68,13 +68,19 @@ class ImageWish(Sampling):
     moderation: Literal["auto", "low"] | None = None
     """Nothing is moderated here."""
 
-    @model_validator(mode="after")
-    def _compression_has_an_effect(self) -> ImageWish:
-        if self.output_compression is not None and self.output_format in (None, "png"):
-            raise ValueError("output_compression: PNG is exact and has none. Say output_format jpeg or webp.")
-        if self.partial_images and not self.stream:
-            raise ValueError("partial_images: only a stream holds any. Say stream: true.")
-        return self
+    @field_validator("output_compression")
+    @classmethod
+    def _compression_has_an_effect(cls, value: int | None, others: ValidationInfo) -> int | None:
+        if value is not None and others.data.get("output_format", "wrong") in (None, "png"):
+            raise ValueError("PNG is exact and has none. Say output_format jpeg or webp.")
+        return value
+
+    @field_validator("partial_images")
+    @classmethod
+    def _partial_images_have_a_stream(cls, value: int | None, others: ValidationInfo) -> int | None:
+        if value and not others.data.get("stream", True):
+            raise ValueError("only a stream holds any. Say stream: true.")
+        return value
 
 
 class Generation(ImageWish):

@@ -24,7 +24,7 @@ from portable_dit.server.messages import Load, LoadFailed
 from portable_dit.server.metrics import Metrics
 from portable_dit.server.queue import FairQueue
 from portable_dit.server.references import check_files
-from portable_dit.server.refusal import CLIENT_LEFT, ApiError, refusal_of
+from portable_dit.server.refusal import CLIENT_LEFT, FIELDS, ApiError, refusal_of
 from portable_dit.server.remote import Fetcher
 from portable_dit.server.replica import Replica
 from portable_dit.server.schema import Sampling
@@ -140,25 +140,26 @@ class Service:
         *,
         size: tuple[int, int] | None = None,
         format: str | None = None,
+        image_field: str = "image",
     ) -> ResolvedRequest:
-        """The checked request of a wish. Raises ApiError. size: given in another way than wish.size."""
+        """The checked request of a wish. Raises ApiError.
+
+        size: given in another way than wish.size. image_field: what the call names its references.
+        """
         self._require_model(wish.model)
         limits = self.settings.limits
         images = wish.n or 1
         if images > limits.images:
-            raise ApiError(400, f"n={images}: this server draws at most {limits.images} at once.", param="n")
+            rule = f"this server draws at most {limits.images} in one request. Make several for more."
+            raise ApiError(400, f"n={images}: {rule}", param="n")
         if len(references) > self.spec.max_references:
-            most = self.spec.max_references
-            raise ApiError(
-                400,
-                f"references: {len(references)} were given and {self.spec.id} takes {most}.",
-                param="image",
-            )
+            rule = f"{self.spec.id} takes at most {self.spec.max_references}. Leave some out."
+            raise ApiError(400, f"{image_field}: {len(references)} were given. {rule}", param=image_field)
         if wish.size not in (None, "auto"):
             try:
                 size = parse_size(wish.size)
             except PortableDitError as error:
-                raise ApiError(400, str(error), code="invalid_request", param="size") from error
+                raise ApiError(400, str(error), param="size") from error
         request = Request(
             prompt,
             size=size,
@@ -174,22 +175,19 @@ class Service:
             format=format or "png",
         )
         async with self._decoding if references else contextlib.nullcontext():
-            resolved = await asyncio.to_thread(self._resolve, request, references)
+            resolved = await asyncio.to_thread(self._resolve, request, references, image_field)
         most_pixels = limits.pixels
         if most_pixels is not None and resolved.width * resolved.height > most_pixels:
-            raise ApiError(
-                400,
-                f"size={resolved.width}x{resolved.height}: this server draws at most {most_pixels:,} pixels.",
-                param="size",
-            )
+            rule = f"this server draws at most {most_pixels:,} pixels. Say a smaller size."
+            raise ApiError(400, f"size={resolved.width}x{resolved.height}: {rule}", param="size")
         return resolved
 
-    def _resolve(self, request: Request, references: Sequence[bytes]) -> ResolvedRequest:
-        check_files(references, self.settings.limits)
+    def _resolve(self, request: Request, references: Sequence[bytes], image_field: str) -> ResolvedRequest:
+        check_files(references, self.settings.limits, param=image_field)
         try:
             return resolve_request(request, self.recipe, self.spec, strict=self.settings.strict)
         except PortableDitError as error:
-            raise refusal_of(error) from error
+            raise refusal_of(error, {**FIELDS, "references": image_field}) from error
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in (self.model_name, self.spec.id):

@@ -1,27 +1,57 @@
-"""What is wrong with a body, in one sentence with the field's name."""
+"""What is wrong with a body, as one refusal: each problem with its field, what was asked, the rule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from portable_dit.errors import near
+from pydantic import BaseModel
+
+from portable_dit.refused_values import MAPPINGS, UNKNOWN, broken_rule, has_value, place_of, shown
+from portable_dit.request import listed
 from portable_dit.server.refusal import ApiError
 
-MOST_TOLD = 100  # characters of a value or name that came from outside
+MOST_NAMED = 100  # characters of a name that came from outside
+NO_OBJECT = "The body must be a JSON object, sent with Content-Type: application/json."
 
 
-def first_problem(errors: Sequence[Mapping[str, Any]], known: tuple[str, ...] = ()) -> ApiError:
-    """ApiError 400 for pydantic's errors: the first in full, the others counted."""
-    error = errors[0]
-    place = ".".join(str(part) for part in error["loc"] if part not in ("body", "query", "path"))[:MOST_TOLD]
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        message = f"not a field of this call.{near(place, known) if known else ''}"
-    elif error["type"] == "missing":
-        message = "missing"
-    elif error["type"] == "json_invalid":
-        place, message = "body", f"not JSON ({error.get('ctx', {}).get('error', 'malformed')})"
-    more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
-    text = message if not place else f"{place}: {message}"
-    return ApiError(400, f"{text}{more}", code="invalid_request", param=place or None)
+def refused_body(
+    errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None = None, *, inside: str = ""
+) -> ApiError:
+    """ApiError 400 that tells all of pydantic's errors.
+
+    body: what the call takes, None where it is not known. inside: where in the body that stands.
+    """
+    rules: dict[str, list[str]] = {}  # by field: where it may be of several types, one for each
+    beside: dict[str, tuple[str, str]] = {}  # what was given, and the way out
+    for error in errors:
+        if error["type"] == "json_invalid":
+            reason = error.get("ctx", {}).get("error", "malformed")
+            return ApiError(400, f"The body is not JSON ({reason}). Send a JSON object.")
+        names, section = place_of(error, body)
+        place = ".".join([inside] * bool(inside) + names)[:MOST_NAMED]
+        if not place:
+            return ApiError(400, NO_OBJECT)
+        found = rules.setdefault(place, [])
+        found += [rule for rule in [_rule(error, section)] if rule not in found]
+        given = f"={shown(error['input'])}" if has_value(error) else ""
+        beside.setdefault(place, (given, _way_out(error, names, section)))
+    lines = [_line(place, *beside[place], found) for place, found in rules.items()]
+    return ApiError(400, listed(lines), param=next(iter(rules)))
+
+
+def _line(place: str, given: str, way_out: str, rules: Sequence[str]) -> str:
+    return f"{place}{given}: {' or '.join(rules).rstrip('.')}.{way_out}"
+
+
+def _rule(error: Mapping[str, Any], section: type | None) -> str:
+    if error["type"] in MAPPINGS:
+        return "must be an object with fields"
+    rule = broken_rule(error, section)
+    return rule.replace("unknown key", "not a field of this call") if error["type"] in UNKNOWN else rule
+
+
+def _way_out(error: Mapping[str, Any], names: Sequence[str], section: type | None) -> str:
+    known = section.model_fields if section is not None and issubclass(section, BaseModel) else {}
+    field = known.get(names[-1]) if names else None
+    return "" if field is None or field.is_required() else " Leave it out for the default."

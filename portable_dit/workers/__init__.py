@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from portable_dit.layout import Layout
 from portable_dit.loading import Setup
 
 if TYPE_CHECKING:
@@ -66,6 +67,16 @@ class Workers(Protocol):
     def close(self) -> None:
         """Gives back the model's memory and ends what was started; drawing is over."""
         ...
+
+
+def after_a_failure(layout: Layout) -> str:
+    """What becomes of the ranks when one has failed, as the end of the error that says so."""
+    if layout.data == 1:
+        return "All ranks were ended; the next request starts them again."
+    return (
+        "The ranks of its replica were ended, and the next request that comes to it starts them again; the "
+        "other replicas go on."
+    )
 
 
 def start_workers(

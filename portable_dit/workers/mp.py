@@ -8,7 +8,8 @@ back. While they work, every rank says twice a second how far it is, so that
 - ranks that stand still for `rank_timeout_seconds` are given up, and the one that the others wait for is
   named, with the line it is in.
 
-Then all are ended, and the next request starts them anew. A rank whose caller is gone ends by itself.
+Then all of the replica are ended, and the next request starts them anew. A rank whose caller is gone ends by
+itself. One that ends and was not told to is told on stderr at once, also between two requests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from portable_dit.errors import RankError
 from portable_dit.loading import Setup
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Outcome
-from portable_dit.workers import RankReport
+from portable_dit.workers import RankReport, after_a_failure
 from portable_dit.workers.messages import (
     Alive,
     Answer,
@@ -54,6 +55,7 @@ GRACE_SECONDS = 5.0  # for the other ranks to say their part, once one has faile
 LEAVE_SECONDS = 5.0
 LOAD_SECONDS = 180.0  # of patience at least while they load: Python, torch and vendors' libraries come up
 LAST_LINES = 12
+TOLD_ITS_ERROR = 1  # exit code of Python after an error that nobody caught, which the rank has sent before
 HERE = "127.0.0.1"
 NOT_HEARD = Alive(0, "starting", "")
 
@@ -92,7 +94,7 @@ class Member:
             code = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return _end_of(code)
 
 
 class _GoneBeforeError(RankError):
@@ -106,6 +108,7 @@ class LocalRanks:
         self._setup = setup
         self._replica = replica
         self._members: list[Member] = []
+        self._ending = threading.Event()  # of the present ranks
         self._told = True  # something of the present task was told to the caller
         self._store: list[object] = []  # where the ranks meet; it lives as long as they do
         self.reports: tuple[RankReport, ...] = ()
@@ -118,10 +121,12 @@ class LocalRanks:
         size = self._setup.plan.layout.replica
         first = self._replica * size
         processes: list[subprocess.Popen[bytes]] = []
-        self._finalizer = weakref.finalize(self, _end, processes)
+        self._ending = threading.Event()
+        self._finalizer = weakref.finalize(self, _end, processes, self._ending)
         self._store = [store]
         for rank in range(size):
-            self._members.append(_start_rank(rank, first + rank, size * self._setup.plan.layout.data))
+            world = size * self._setup.plan.layout.data
+            self._members.append(_start_rank(rank, first + rank, world, self._ending))
             processes.append(self._members[-1].process)
         recipe, strict = self._setup.recipe, self._setup.strict
         for member in self._members:
@@ -184,6 +189,7 @@ class LocalRanks:
 
     def close(self) -> None:
         """Ends the ranks: each is asked to leave, and those that do not are killed."""
+        self._ending.set()
         for member in self._members:
             if member.process.poll() is None:
                 _send(member, Leave())
@@ -195,7 +201,7 @@ class LocalRanks:
     def end(self) -> None:
         """Kills whatever is left of the ranks and forgets them."""
         members, self._members = self._members, []
-        _end([member.process for member in members])
+        _end([member.process for member in members], self._ending)
         for member in members:
             member.connection.close()
             member.pump.join(timeout=1.0)
@@ -269,7 +275,7 @@ class LocalRanks:
     def _raise_failures(self, during: str) -> None:
         dead = [m for m in self._members if m.ended and not isinstance(m.done, Failed)]
         failed = [(m, m.done) for m in self._members if isinstance(m.done, Failed)]
-        again = "All ranks were ended; the next request starts them again."
+        again = after_a_failure(self._setup.plan.layout)
         if dead:
             member = dead[0]
             kind = _GoneBeforeError if member.quiet and not self._told else RankError
@@ -303,16 +309,19 @@ class LocalRanks:
         raise RankError(
             f"{self._name(first)} {what} for {limit:g} s while {during}: {first.alive.doing}, at "
             f"{first.alive.line or 'an unknown line'}. The others: {', '.join(others) or 'done'}. "
-            f"{first.last_words()}\nAll ranks were ended; the next request starts them again. Raise "
-            "rank_timeout_seconds if they need longer."
+            f"{first.last_words()}\n{after_a_failure(self._setup.plan.layout)} Raise rank_timeout_seconds if "
+            "they need longer."
         )
 
     def _name(self, member: Member) -> str:
         return f"rank {member.label} of {len(self._members) * self._setup.plan.layout.data}"
 
 
-def _start_rank(rank: int, label: int, world: int) -> Member:
-    """The process of a rank, in a session of its own: Ctrl-C reaches the caller alone, who ends the ranks."""
+def _start_rank(rank: int, label: int, world: int, ending: threading.Event) -> Member:
+    """The process of a rank, in a session of its own: Ctrl-C reaches the caller alone, who ends the ranks.
+
+    ending: set before the caller ends it.
+    """
     ours, theirs = socket.socketpair()
     environment = dict(os.environ)
     # Processes that each took all cores would stand in each other's way.
@@ -331,19 +340,27 @@ def _start_rank(rank: int, label: int, world: int) -> Member:
         )
         connection: Connection[Order, Answer] = Connection(os.dup(ours.fileno()))
     lines: deque[str] = deque(maxlen=LAST_LINES)
-    pump = threading.Thread(target=_pump, args=(process, label, lines), name=f"rank {label}", daemon=True)
+    pump = threading.Thread(
+        target=_pump, args=(process, label, lines, ending), name=f"rank {label}", daemon=True
+    )
     pump.start()
     return Member(rank, label, process, connection, lines, pump)
 
 
-def _pump(process: subprocess.Popen[bytes], label: int, lines: deque[str]) -> None:
-    """What a rank writes, with its number in front, on the caller's stderr."""
+def _pump(process: subprocess.Popen[bytes], label: int, lines: deque[str], ending: threading.Event) -> None:
+    """What a rank writes, with its number in front, on the caller's stderr; last its end, if nobody asked."""
     assert process.stdout is not None
     with process.stdout as stream:
         for raw in stream:
             line = raw.decode("utf-8", errors="replace").rstrip()
             lines.append(line)
             print(f"[rank {label}] {line}", file=sys.stderr, flush=True)
+    if not ending.is_set() and (code := process.wait()) != TOLD_ITS_ERROR:
+        print(f"[rank {label}] {_end_of(code)}", file=sys.stderr, flush=True)
+
+
+def _end_of(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _send(member: Member, order: Order) -> None:
@@ -353,7 +370,8 @@ def _send(member: Member, order: Order) -> None:
         member.ended = True
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], ending: threading.Event) -> None:
+    ending.set()
     for process in processes:
         if process.poll() is None:
             process.kill()

@@ -28,7 +28,7 @@ from portable_dit.parallel.collectives import Pulse
 from portable_dit.parallel.mesh import find_store, open_store
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Outcome
-from portable_dit.workers import RankReport
+from portable_dit.workers import RankReport, after_a_failure
 from portable_dit.workers.messages import Alive, Component, Done, Failed, Hearing, Read, Told, done, told
 from portable_dit.workers.rank import Rank, Task, innermost_line
 
@@ -223,7 +223,8 @@ class ActorGroup:
         """
         last: dict[int, Any] = {}
         open_streams = dict(enumerate(streams))
-        patience = _Patience(self._setup.recipe.rank_timeout_seconds, during)
+        again = after_a_failure(self._setup.plan.layout)
+        patience = _Patience(self._setup.recipe.rank_timeout_seconds, during, again)
         healthy = False
         try:
             while open_streams:
@@ -260,7 +261,7 @@ class ActorGroup:
         what = "is gone" if isinstance(error, RayActorError) else "failed"
         return RankError(
             f"{self._name(rank)} {what} while {during}. Its last words:\n    {_last_line(error)}\n"
-            "All ranks were ended; the next request starts them again."
+            + after_a_failure(self._setup.plan.layout)
         )
 
     def _ask(self, references: list[Any], during: str) -> list[Any]:
@@ -283,9 +284,10 @@ class ActorGroup:
 class _Patience:
     """Asks the actors now and then how far they are, and knows when none of them moves."""
 
-    def __init__(self, limit: float, during: str) -> None:
+    def __init__(self, limit: float, during: str, again: str) -> None:
         self._limit = max(limit, LOAD_SECONDS) if during == "loading" else limit
         self._during = during
+        self._again = again
         self._asked = time.monotonic()
         self._moved = self._asked
         self._alive: dict[int, Alive] = {}
@@ -311,8 +313,7 @@ class _Patience:
         where = self._alive.get(rank, Alive(0, "starting", ""))
         return (
             f"{name(rank)} {what} for {self._limit:g} s while {self._during}: {where.doing}, at "
-            f"{where.line}. All ranks were ended; the next request starts them again. Raise "
-            "rank_timeout_seconds if they need longer."
+            f"{where.line}. {self._again} Raise rank_timeout_seconds if they need longer."
         )
 
 

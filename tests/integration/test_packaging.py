@@ -41,9 +41,10 @@ def files_under(folder: Path) -> set[str]:
     return {path.as_posix() for path in found if not CACHES & set(path.parts) and path.suffix != ".pyc"}
 
 
-def test_the_wheel_holds_the_package_the_recipes_and_nothing_else(wheel):
+def test_the_wheel_holds_the_package_recipes_machines_and_nothing_else(wheel):
     wanted = {f"portable_dit/{name}" for name in files_under(ROOT / "portable_dit")}
     wanted |= {f"portable_dit/recipes/{name}" for name in files_under(ROOT / "recipes")}
+    wanted |= {f"portable_dit/machines/{name}" for name in files_under(ROOT / "tests" / "data" / "machines")}
     information = f"portable_dit-{__version__}.dist-info/"
     found = {name for name in wheel.namelist() if not name.startswith(information)}
     assert found == wanted

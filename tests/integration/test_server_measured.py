@@ -70,8 +70,10 @@ def test_references_are_sent_along(cli, server, tmp_path):
 
     path = tmp_path / "red.png"
     path.write_bytes(encode(np.full((64, 96, 3), (255, 0, 0), np.uint8), {}))
-    answer = cli("bench", "--server", server.url, "--image", path, "--requests", 2, "--json")
-    assert json.loads(answer.stdout)["points"][0]["pictures"] == 2
+    answer = cli("bench", "--server", server.url, "--image", path, "-n", 3, "--requests", 2, "--json")
+    (point,) = json.loads(answer.stdout)["points"]
+    assert (point["pictures"], point["side_by_side"]) == (6, 1.0)
+    assert point["pictures_per_hour"] == pytest.approx(3600 * 6 / point["seconds"])
 
 
 class RuleJudge(BaseHTTPRequestHandler):

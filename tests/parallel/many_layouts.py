@@ -1,16 +1,20 @@
-"""One rank of several that draws with many layouts, one after the other: many_layouts.py JOBS RANK WORLD PORT
+"""Ranks that draw with many layouts, one after the other: many_layouts.py JOBS WORLD PORT
 
-Starting processes takes longer than drawing with tiny models, so that each world size is started once. What
-is drawn goes through the same code as under `workers`: a mesh, a rank's part of the model, a `Drawing`.
+Starting processes takes longer than drawing with tiny models, so that each world size is started once, and
+its ranks are forks of one process that has imported everything. What is drawn goes through the same code as
+under `workers`: a mesh, a rank's part of the model, a `Drawing`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,11 @@ from portable_dit.request import Request
 from portable_dit.stages import draw_all
 
 TEXT_LAYERS = 4  # of H3-Image's text encoder, instead of 50
+IMPORTED_WHEN_LOADING = (
+    "portable_dit.models.h3_image.model",
+    "portable_dit.models.h3_image.qwen",
+    "portable_dit.models.hunyuan_image_3.model",
+)
 PROBE_ROWS = 8
 
 
@@ -279,7 +288,7 @@ def _rows(loaded: Any, request: Any) -> int:
     return int(denoiser.embed(latents, 0)[0].shape[1])
 
 
-def main(jobs: Path, rank: int, world: int, port: int) -> None:
+def run_rank(jobs: Path, rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
     qwen_config.STATE = TEXT_LAYERS
     store = dist.TCPStore("127.0.0.1", port, None, False)
@@ -288,6 +297,23 @@ def main(jobs: Path, rank: int, world: int, port: int) -> None:
     if rank == 0:
         jobs.with_suffix(".answers").write_bytes(pickle.dumps(answers))
     dist.destroy_process_group()
+
+
+def main(jobs: Path, world: int, port: int) -> None:
+    """Ends with the first rank that fails, since the others would wait for it."""
+    for name in IMPORTED_WHEN_LOADING:
+        importlib.import_module(name)
+    processes = multiprocessing.get_context("fork")
+    ranks = [
+        processes.Process(target=run_rank, args=(jobs, rank, world, port), daemon=True)
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    while any(process.exitcode is None for process in ranks):
+        wait([process.sentinel for process in ranks if process.exitcode is None])
+        if failed := [rank for rank, process in enumerate(ranks) if process.exitcode]:
+            sys.exit(f"rank {failed[0]} of {world} failed")
 
 
 if __name__ == "__main__":

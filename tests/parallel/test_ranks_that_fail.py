@@ -4,6 +4,7 @@ draws again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -83,19 +84,53 @@ def at_step(number, action):
     return watch
 
 
-def test_a_rank_that_is_killed_in_step_three_is_named_and_the_next_request_draws_again(tiny_recipe, alone):
+def test_a_rank_that_is_killed_in_step_three_is_named_and_the_next_request_draws_again(
+    tiny_recipe, alone, capfd
+):
     with Engine.load(tiny_recipe, TWO) as engine:
         pids = [report.process for report in engine.reports]
         start = time.monotonic()
-        with pytest.raises(RankError, match=r"rank 1 of 2 was killed by SIGKILL while drawing"):
+        with pytest.raises(RankError, match=r"rank 1 of 2 was killed by SIGKILL while drawing") as caught:
             engine.generate(MANY, on_event=at_step(2, lambda: os.kill(pids[1], signal.SIGKILL)))
+        assert str(caught.value).endswith("All ranks were ended; the next request starts them again.")
         assert time.monotonic() - start < PATIENCE
         assert gone(pids)
         again = engine.generate("a red apple").images[0].pixels
         assert np.array_equal(again, alone)
         fresh = [report.process for report in engine.reports]
         assert not set(fresh) & set(pids)
+        os.kill(fresh[0], signal.SIGKILL)
+        told = wait_for(capfd, "[rank 0] was killed by SIGKILL\n")
     assert gone(fresh)
+    told += capfd.readouterr().err
+    assert told.splitlines() == ["[rank 1] was killed by SIGKILL", "[rank 0] was killed by SIGKILL"]
+
+
+def test_of_replicas_the_one_that_fails_is_said_to_be_ended(tiny_recipe, alone):
+    with Engine.load(tiny_recipe, {"layout.data": 2}) as engine:
+        pids = [report.process for report in engine.reports]
+        with pytest.raises(RankError, match=r"rank 1 of 2 was killed by SIGKILL while drawing") as caught:
+            engine.generate(MANY, on_event=at_step(2, lambda: kill(pids[1])))
+        assert "All ranks were ended" not in str(caught.value)
+        assert str(caught.value).endswith("the other replicas go on.")
+        assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
+        assert engine.reports[0].process == pids[0]
+
+
+def kill(pid: int) -> None:
+    """Also of one that is gone already: pictures of several replicas reach the same step."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(capfd, line: str) -> str:
+    """What was written on stderr up to a line that is awaited."""
+    told, deadline = "", time.monotonic() + PATIENCE
+    while line not in told:
+        assert time.monotonic() < deadline, told
+        time.sleep(0.02)
+        told += capfd.readouterr().err
+    return told
 
 
 def test_a_rank_that_is_stopped_is_given_up_and_named(tiny_recipe):

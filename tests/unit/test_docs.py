@@ -64,6 +64,20 @@ def test_every_command_in_the_documents_exists_with_its_options(line):
         pass
 
 
+@pytest.mark.parametrize("page", ["h3-image.md", "hunyuan-image-3.md"])
+def test_what_a_page_draws_with_made_up_weights_is_drawn(page, cli, tmp_path, monkeypatch):
+    """As it is written there, from the command that makes the weights on."""
+    lines = commands(ROOT / "docs" / page)
+    (first,) = (place for place, line in enumerate(lines) if line.startswith("weights init"))
+    examples = [line for line in lines[first:] if "weights=tiny" in line]
+    assert examples
+    monkeypatch.chdir(tmp_path)
+    for line in (lines[first], *examples):
+        done = cli(*shlex.split(line))
+        assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "out.png").is_file()
+
+
 @pytest.mark.parametrize("line", ["draw --prompt x", "run --recipee cpu/h3-mini", "recipes list extra"])
 def test_a_command_that_does_not_exist_is_found(line):
     with pytest.raises(Exception, match=r"draw|No such option|unexpected extra"):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from portable_dit.errors import UserError
+from portable_dit.evaluation.builtin.gates import gates_of, notes_of
+from portable_dit.evaluation.builtin.scores import EDIT_GATES, T2I_GATES, Score
 from portable_dit.evaluation.judging import Judgement, read_score
 from portable_dit.evaluation.report import make_report
 from portable_dit.evaluation.suite import Suite, read_suite
@@ -54,8 +57,9 @@ def test_types_and_samples_can_be_chosen(tmp_path, suite):
         ("name: a\n", "types"),
         ("name: a\ntypes: {}\n", "types"),
         ("name: a\ntypes: {x: []}\n", "holds no sample"),
-        ("name: a\ngate: 2\ntypes: {x: [{prompt: p}]}\n", "gate"),
-        ("name: a\nrubrik: r\ntypes: {x: [{prompt: p}]}\n", "rubrik"),
+        ("name: a\ngate: 2\ntypes: {x: [{prompt: p}]}\n", "gate: 2 must be at most 1.0"),
+        ("name: a\nrubrik: r\ntypes: {x: [{prompt: p}]}\n", "rubrik: unknown key. Did you mean 'rubric'"),
+        ("name: a\ntypes: {x: [{prompt: p, seed: -1}]}\n", "types.x.0.seed: -1 must be at least 0"),
         ("name: a\ntypes: {x: [{prompt: p, references: [none.png]}]}\n", "none.png"),
         ("name: [", "line"),
     ],
@@ -113,8 +117,11 @@ def test_a_sample_without_a_score_is_no_pass(suite):
         ([], "--server: missing"),
         (["--judge", "http://127.0.0.1:1"], "belong together"),
         (["--suite", "s.yaml", "--judge", "builtin"], "belong together"),
-        (["--suite", "s.yaml"], "give one or both"),
-        (["--suite", "s.yaml", "--server", "http://127.0.0.1:1"], "--pictures: missing"),
+        (["--suite", "s.yaml"], "--server and --judge: missing"),
+        (["--suite", "s.yaml", "--server", "http://127.0.0.1:1"], "--judge: missing, which scores"),
+        (["--suite", "s.yaml", "--judge", "http://127.0.0.1:1"], "--server: missing, which draws"),
+        (["--server", "http://127.0.0.1:99999"], "not the address of a server"),
+        (["--server", "http://[::1"], "not the address of a server"),
         (["--server", "http://127.0.0.1:1", "--types", "a"], "in one pass"),
     ],
 )
@@ -122,3 +129,44 @@ def test_flags_that_do_not_go_together_are_refused(cli, flags, word):
     answer = cli("eval", *flags)
     assert answer.exit_code == 2
     assert word in answer.stderr
+
+
+def test_a_judge_that_is_not_there_is_not_taken_for_a_server_of_ours(cli, tmp_path):
+    path = tmp_path / "suite.yaml"
+    path.write_text(SUITE)
+    for name in ("first-000", "first-001", "second-000"):
+        (tmp_path / f"{name}.png").write_bytes(b"")
+    answer = cli("eval", "--suite", path, "--judge", "http://127.0.0.1:1", "--pictures", tmp_path)
+    assert answer.exit_code == 1
+    assert "http://127.0.0.1:1: does not answer" in answer.stderr
+    assert "--judge is the address of a vision model's server" in answer.stderr
+    assert "portable-dit serve" not in answer.stderr
+    answer = cli("eval", "--suite", path, "--server", "http://127.0.0.1:1", "--pictures", tmp_path / "new")
+    assert "Start it with `portable-dit serve`" in answer.stderr
+
+
+def test_a_verdict_of_a_part_says_so(tmp_path, suite):
+    path = tmp_path / "suite.yaml"
+    part = read_suite(path, samples_per_type=1)
+    assert make_report(part, "j", []).as_dict()["notes"] == ("2 of the suite's 3 samples are judged",)
+    assert make_report(suite, "j", []).notes == ()
+
+
+def test_a_gate_that_so_few_cases_cannot_miss_once_is_named():
+    scores = {f"t2i/{name}": Score(1.0, 0.9, 1.0, 200) for name in T2I_GATES}
+    scores |= {
+        f"edit/{kind}/{part}": Score(20.0, 0, 30, 9) for kind in EDIT_GATES for part in ("gain", "attribute")
+    }
+    scores["edit/untouched"] = Score(1.0, 0.9, 1.0, 60)
+    assert notes_of(gates_of(scores), 60, 60) == []
+    missed = scores | {
+        "edit/remove/attribute": Score(8 / 9, 0.6, 0.9, 9),
+        "edit/untouched": Score(0.1, 0, 1, 60),
+    }
+    (note,) = notes_of(gates_of(missed), 60, 60)
+    assert "edit/remove/attribute (9 cases)" in note
+    assert "untouched" not in note
+    few, _ = notes_of(gates_of(missed), 24, 60)
+    assert few.startswith("24 of 60 pictures were drawn")
+    nothing = gates_of(scores | {"edit/untouched": Score.share(torch.zeros(0))})[-1]
+    assert (nothing["value"], nothing["passed"]) == (None, False)

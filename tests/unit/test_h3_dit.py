@@ -8,6 +8,7 @@ import pytest
 import torch
 from h3_tiny import DIT, randomize
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable_dit.models.h3_image.config import DiTConfig
 from portable_dit.models.h3_image.dit import H3Transformer
@@ -84,6 +85,26 @@ def test_fixed_tables_are_made_on_the_device_while_the_weights_wait_elsewhere() 
     """Made where the weights are, an offloaded model would draw with other last bits."""
     tables = tiny(replace(DIT, adaln_form="curve")).modulation_tables(TIMES, "meta")
     assert all(table.is_meta for table in (*tables.blocks, tables.final))
+
+
+@torch.no_grad()
+def test_modulation_weights_that_wait_elsewhere_visit_once_for_all_times() -> None:
+    """They are 26 GB: once for each of seven times took 21 s."""
+
+    class Visits(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and out.is_meta and not args[0].is_meta:
+                self.numbers += out.numel()
+            return out
+
+    model = tiny(replace(DIT, adaln_form="curve"))
+    waiting = sum(p.numel() for name, p in model.named_parameters() if "adaln_proj" in name)
+    with Visits() as seen:
+        model.modulation_tables(TIMES, "meta")
+    assert waiting <= seen.numbers <= waiting + model.adaln_t_table.numel() * len(TIMES)
 
 
 def test_dropping_modulation_weights_frees_them_and_nothing_else() -> None:

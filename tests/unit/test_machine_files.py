@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from portable_dit.errors import UserError
-from portable_dit.machine_file import MAX_BYTES, dump_machine, load_machine
+from portable_dit.machine_file import MAX_BYTES, dump_machine, load_machine, named_machines
 
 MACHINES = sorted((Path(__file__).parents[1] / "data" / "machines").glob("*.json"))
 
@@ -36,7 +36,12 @@ def test_all_mistakes_of_a_machine_file_are_told(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(UserError) as caught:
         load_machine(path)
-    for words in ("colour: unknown key", "count: ", "device.size: unknown key", "dtypes: "):
+    for words in (
+        "colour: unknown key",
+        "count: '2' must be a whole number",
+        "device.size: unknown key. Known: arch",
+        "dtypes: missing",
+    ):
         assert words in str(caught.value)
 
 
@@ -48,6 +53,18 @@ def test_what_is_no_machine_file_is_refused(tmp_path, content):
         load_machine(path)
 
 
-def test_a_missing_machine_file_says_so(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
+def test_a_machine_that_comes_with_the_package_is_found_by_name(cli):
+    assert set(named_machines()) == {path.stem for path in MACHINES}
+    assert load_machine("h200") == load_machine(named_machines()["h200"])
+    assert cli("plan", "--machine", "cpu-bf16").exit_code == 0
+
+
+def test_a_machine_that_is_not_there_lists_those_that_are(tmp_path, cli):
+    refused = cli("plan", "--machine", "h20")
+    assert refused.exit_code == 2
+    for said in ("machine h20: neither a file nor", "Did you mean 'h200'?", *named_machines(), "copy /"):
+        assert said in refused.stderr
+    with pytest.raises(UserError, match="neither a file nor a machine's name"):
         load_machine(tmp_path / "none.json")
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        load_machine(tmp_path)

@@ -16,6 +16,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from portable_dit.cli.options import collect_overrides
 from portable_dit.errors import RecipeError
 from portable_dit.recipe import Recipe, find_recipe, load_recipe, make_recipe, named_recipes, recipe_schema
 from portable_dit.yaml_lines import MAX_BYTES, parse_document, parse_value
@@ -198,6 +199,7 @@ VALUES = st.recursive(
 def test_reading_yaml_with_lines_gives_what_yaml_gives(data):
     text = yaml.safe_dump(data)
     assume(data and "&" not in text)
+    assume(not re.search(r"(?m)[0-9.][eE][-+]?[0-9]|[0-9]:[0-9]", text))  # numbers of YAML 1.2, not of 1.1
     document = parse_document(text)
     assert not document.mistakes
     assert document.data == yaml.safe_load(text)
@@ -220,6 +222,43 @@ def test_a_set_value_is_read_as_yaml():
         parse_value("[1")
     with pytest.raises(ValueError, match="not YAML"):
         parse_value("1\nmodel: x")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e9", 1e9),
+        ("1E-3", 1e-3),
+        ("-2.5e+3", -2500.0),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("010", 10),
+        ("-7", -7),
+        ("0x10", 16),
+        ("1:30", "1:30"),
+        ("'1e9'", "1e9"),
+        ('"010"', "010"),
+        ("1e", "1e"),
+        ("e9", "e9"),
+        ("!!str 010", "010"),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(tmp_path, text, value):
+    found = parse_value(text)
+    assert (found, type(found)) == (value, type(value))
+    found = loaded(tmp_path, f"model: h3-mini\nmeasured: {{a: {text}}}\n").measured["a"]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_memory_may_be_written_with_an_exponent(tmp_path):
+    recipe = loaded(tmp_path, "model: h3-mini\ngraphs: {memory_gib: 1e3}\n", {"device.memory_gib": 2e3})
+    assert (recipe.graphs.memory_gib, recipe.device.memory_gib) == (1000.0, 2000.0)
+    assert collect_overrides({}, ["graphs.memory_gib=1e3"]) == {"graphs.memory_gib": 1000.0}
+    assert "1000000000.0 must be at most 1048576" in mistakes(
+        tmp_path, "model: a\ngraphs: {memory_gib: 1e9}\n"
+    )
+    assert "inf must be a finite number" in mistakes(tmp_path, "model: a\ngraphs: {memory_gib: 1e999}\n")
+    assert "a number of 5,000 digits" in mistakes(tmp_path, f"model: a\nbatch: {'9' * 5000}\n")
 
 
 SECTIONS = st.sampled_from(list(Recipe.model_fields))

@@ -180,3 +180,14 @@ def test_bench_reports_medians_per_stage(cli, tiny_recipe):
     text = cli("bench", "--recipe", tiny_recipe, "--requests", 1, "--warmup", 0).stdout
     assert "denoise" in text
     assert "peak memory" in text
+    assert "side by side" not in text
+
+
+def test_bench_says_how_many_pictures_were_drawn_together(cli, tiny_recipe):
+    flags = ("bench", "--recipe", tiny_recipe, "-n", 3, "--requests", 2, "--warmup", 0, "--size", "64x64")
+    report = json.loads(cli(*flags, "--set", "batch=2", "--json").stdout)
+    assert (report["images"], report["batch"]) == (3, 2)
+    assert report["side_by_side"] == pytest.approx((2 + 2 + 1) / 3)
+    text = cli(*flags, "--set", "batch=2").stdout
+    assert "2 requests of 3 pictures\nside by side 1.7 pictures, of 2 that may be\n" in text
+    assert json.loads(cli(*flags, "--json").stdout)["side_by_side"] == 1.0

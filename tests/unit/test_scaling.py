@@ -195,5 +195,9 @@ def test_the_command_line_says_what_it_leaves_out_and_what_it_supposes(cli):
     count = len(json.loads(cli(*words, "--explain-scaling", "--json").stdout))
     shown = cli(*words, "--explain-scaling").stdout
     assert f"{count - 16} slower ones are left out: --json has all." in shown
-    done = cli(*words, "--explain-scaling", "--devices", 9)
-    assert "note: 8 of NVIDIA H200 are there; the table supposes 9" in done.stderr
+    for form in ([], ["--json"]):
+        done = cli(*words, "--explain-scaling", "--devices", 9, *form)
+        assert "note: 8 of NVIDIA H200 are there; the layouts suppose 9" in done.stderr
+    refused = cli(*words, "--devices", 2)
+    assert refused.exit_code == 2
+    assert "Say --explain-scaling too" in refused.stderr

@@ -54,8 +54,8 @@ def test_the_example_of_prices_is_read_and_mistakes_are_told(tmp_path):
     assert read_prices(ROOT / "docs" / "prices" / "example.yaml").billable_share == 0.75
     path = tmp_path / "prices.yaml"
     for text, word in (
-        ("device_hours: 1\n", "device_hours"),
-        ("device_hour: -1\n", "device_hour"),
+        ("device_hours: 1\n", "device_hours: unknown key. Did you mean 'device_hour'"),
+        ("device_hour: -1\n", "device_hour: -1 must be at least 0"),
         ("a: [", "line"),
     ):
         path.write_text(text)
@@ -110,6 +110,7 @@ def test_energy_is_read_from_the_packages_alone(tmp_path):
         (["--server", "127.0.0.1:1"], "not the address"),
         (["--server", "http://127.0.0.1:1", "--concurrency", "0"], "whole numbers"),
         (["--server", "http://127.0.0.1:1", "--prompts", "missing.txt"], "cannot be read"),
+        (["--server", "http://127.0.0.1:1", "--image", "missing.png"], "--image missing.png: cannot be read"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(cli, flags, word):

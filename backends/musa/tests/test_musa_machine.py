@@ -89,3 +89,25 @@ MUTATIONS = [
 
 def test_faults_in_the_package_do_not_go_unseen(mocked):
     assert_all_seen(mocked("mp_31+mate99bbf1f"), MUTATIONS)
+
+
+def test_captures_share_a_stream_since_libraries_keep_a_workspace_for_each(mocked):
+    code = """
+import torch
+from mock_vendor.streams import STREAMS
+from portable_dit_musa import MusaBackend
+backend = MusaBackend()
+device = backend.devices()[0]
+backend.activate(device)
+x = torch.ones(4, device=device.torch_device)
+counts = []
+for _ in range(4):
+    call = backend.graph(lambda x: x + 1, [x])
+    assert call(x).sum().item() == 8
+    del call  # the pool is given back, and the next capture has another
+    counts.append(len(STREAMS))
+refused = backend.graph(lambda x: x * x.sum().item(), [x])
+print(counts[3] - counts[0], refused is None, backend.graph(lambda x: x + 1, [x])(x).sum().item())
+"""
+    done = mocked(BEST).python("-c", code)
+    assert done.stdout.split() == ["0", "True", "8.0"], done.stdout + done.stderr

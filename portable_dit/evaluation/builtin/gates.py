@@ -5,7 +5,7 @@ Text to image is gate C, edits with one reference are gate D.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,12 +64,14 @@ def evaluate_served(
         ).items()
     }
     gates = gates_of(scores)
+    everything = sum(map(len, kept.values()))
     return {
         "suite": "builtin",
         "judge": "builtin",
         "pictures": len(some),
         "gates": gates,
         "passed": all(gate["passed"] for gate in gates),
+        "notes": notes_of(gates, len(some), everything),
         "scores": {name: vars(score) for name, score in scores.items() if score.count},
     }
 
@@ -83,10 +85,28 @@ def gates_of(scores: dict[str, Score]) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "value": scores[name].value,
+            "value": scores[name].value if scores[name].count else None,
             "needed": least,
             "count": scores[name].count,
             "passed": bool(scores[name].count and scores[name].value >= least - ROUNDING),
         }
         for name, least in needed.items()
     ]
+
+
+def notes_of(gates: Sequence[Mapping[str, Any]], drawn: int, everything: int) -> list[str]:
+    """What the verdict does not say by itself: how little so few cases can show."""
+    notes = []
+    if drawn < everything:
+        notes.append(
+            f"{drawn} of {everything} pictures were drawn, and the gates are set for all: what so few miss "
+            "or pass says little. Leave --samples-per-type out for the verdict."
+        )
+    strict = [
+        f"{gate['name']} ({gate['count']} cases)"
+        for gate in gates
+        if not gate["passed"] and gate["needed"] < 1 and gate["count"] * (1 - gate["needed"]) < 1
+    ]
+    if strict:
+        notes.append(f"of so few cases none may be missed, which one of them decides: {', '.join(strict)}")
+    return notes

@@ -97,7 +97,7 @@ class MLP(nn.Module):
 
 
 class AdaLN(nn.Module):
-    """Time to modulation: [M, time_dim] -> [M * entries, chunks, C]."""
+    """Times to modulation: embeddings [M, time_dim] each -> [all M together * entries, chunks, C]."""
 
     def __init__(self, config: DiTConfig, *, entries: int, chunks: int) -> None:
         super().__init__()
@@ -106,18 +106,15 @@ class AdaLN(nn.Module):
         self.in_float32 = config.adaln_form == "curve"
         self.linear = nn.Linear(config.modulation_input, entries * chunks * config.hidden_size)
 
-    def forward(self, embedding: Tensor, dtype: torch.dtype) -> Tensor:
-        """embedding: float32. The SiLU before was float32, the linear runs in dtype, as the table is.
+    def forward(self, embeddings: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """embeddings: float32. The SiLU before was float32, the linear runs in dtype, as the table is.
 
-        It runs where the embedding is: while a model loads, these weights wait on the host, 26 GB of them.
+        It runs where they are: while a model loads, these weights wait on the host, 26 GB of them, and visit
+        once. Each embedding is multiplied on its own, so that its rows do not depend on the others.
         """
-        x, weight, bias = (
-            embedding if self.in_float32 else embedding.to(dtype),
-            self.linear.weight,
-            self.linear.bias,
-        )
-        out = F.linear(x, weight.to(x.device), bias.to(x.device))
-        return out.view(-1, self.chunks, self.channels).to(dtype)
+        weight, bias = (t.to(embeddings[0].device) for t in (self.linear.weight, self.linear.bias))
+        rows = [F.linear(x if self.in_float32 else x.to(dtype), weight, bias) for x in embeddings]
+        return torch.cat(rows).view(-1, self.chunks, self.channels).to(dtype)
 
 
 class TimeEmbedder(nn.Module):
@@ -179,10 +176,10 @@ class Block(nn.Module):
         self.residual = GatedResidual()
         self.adaln_proj: AdaLN | None = AdaLN(config, entries=config.num_tags, chunks=6)
 
-    def table(self, embedding: Tensor) -> Tensor:
-        """[M, time_dim] float32 -> [M * K, 6, C], entry = time * K + tag."""
+    def table(self, *embeddings: Tensor) -> Tensor:
+        """[M, time_dim] float32 each -> [all M together * K, 6, C], entry = time * K + tag."""
         assert self.adaln_proj is not None, "the modulation weights were dropped; use the fixed tables"
-        table: Tensor = self.adaln_proj(embedding, self.norm1.weight.dtype)
+        table: Tensor = self.adaln_proj(embeddings, self.norm1.weight.dtype)
         return table
 
     def forward(self, x: Tensor, modulation: Modulation, rotary: Rotary, mask: Mask = NO_MASK) -> Tensor:
@@ -221,10 +218,10 @@ class FinalLayer(nn.Module):
         self.video_out = nn.Linear(config.hidden_size, config.row_size)
         self.heads = StepHeads(config) if config.pdd_heads else None
 
-    def table(self, embedding: Tensor) -> Tensor:
-        """[M, time_dim] float32 -> [M, 2, C]."""
+    def table(self, *embeddings: Tensor) -> Tensor:
+        """[M, time_dim] float32 each -> [all M together, 2, C]."""
         assert self.adaln_proj is not None, "the modulation weights were dropped; use the fixed tables"
-        table: Tensor = self.adaln_proj(embedding, self.norm.weight.dtype)
+        table: Tensor = self.adaln_proj(embeddings, self.norm.weight.dtype)
         return table
 
     def forward(self, x: Tensor, modulation: Modulation, step: int | Tensor | None) -> Tensor:
@@ -290,11 +287,8 @@ class H3Transformer(nn.Module):
         embeddings = [
             self.time_embedding(torch.tensor([time], dtype=torch.float32, device=device)) for time in times
         ]
-        blocks = []
-        for module in self.blocks:
-            block = cast(Block, module)
-            blocks.append(torch.cat([block.table(e) for e in embeddings]))
-        return ModulationTables(tuple(blocks), torch.cat([self.final_layer.table(e) for e in embeddings]))
+        blocks = tuple(cast(Block, block).table(*embeddings) for block in self.blocks)
+        return ModulationTables(blocks, self.final_layer.table(*embeddings))
 
     def drop_adaln(self) -> None:
         """Give back the weights that the fixed tables replace."""
