@@ -259,7 +259,10 @@ def memory_explained(setup: Setup, stage: str, size: str) -> Iterator[None]:
             else f" {memory[0] / 2**20:,.0f} of {memory[1] / 2**20:,.0f} MiB are free now."
         )
         advice = "Draw a smaller picture, or stop other programs on the device."
-        if not setup.capabilities.host_shares_memory:
+        if plan.offload.resident_blocks:
+            fewer = plan.offload.resident_blocks // 2
+            advice += f" Or keep fewer blocks on the device with --set offload.resident_blocks={fewer}."
+        elif plan.offload.dit != "layerwise" and not setup.capabilities.host_shares_memory:
             moved = "--set offload.text_encoder=component --set offload.dit=layerwise"
             advice += f" Or move weights to the host with {moved}."
         raise DeviceMemoryError(

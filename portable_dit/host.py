@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # of torch, which reads it at its first allocation
+
 
 @dataclass(frozen=True)
 class CgroupLimit:
@@ -54,6 +56,17 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         if quota and quota[0].isdigit() and int(period) > 0:
             quotas.append(int(quota[0]) / int(period))
     return min(quotas, default=None)
+
+
+def ask_for_huge_pages(root: Path = Path("/")) -> None:
+    """Has torch ask for pages of 2 MiB where the kernel gives them to those who ask; a user's own setting
+    stands.
+
+    Entering fresh memory in pages of 4 KiB takes longer than filling it: 0.41 s a GiB, and 0.12 s in large
+    ones. Comes before torch's first allocation, after which it changes nothing.
+    """
+    if "[madvise]" in _words(root / "sys/kernel/mm/transparent_hugepage/enabled"):
+        os.environ.setdefault(HUGE_PAGES, "1")
 
 
 def usable_cpus() -> int:

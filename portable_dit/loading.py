@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable_dit import host
 from portable_dit.capabilities import Capabilities, Device
 from portable_dit.catalog import (
     checkpoint_folder,
@@ -139,6 +140,7 @@ def set_up(
 
     rank: which of this host's devices it is for, where the layout has several; counted anew beyond the last.
     """
+    host.ask_for_huge_pages()
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
     elif overrides:

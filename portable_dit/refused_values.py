@@ -59,7 +59,7 @@ def has_value(item: Mapping[str, Any]) -> bool:
 
 def broken_rule(item: Mapping[str, Any], section: type | None = None) -> str:
     """The rule behind an error of pydantic's, to be read after the value. section: see `place_of`."""
-    kind, facts = str(item["type"]), item.get("ctx", {})
+    kind, facts = str(item["type"]), {k: _short(v) for k, v in item.get("ctx", {}).items()}
     if kind in UNKNOWN:
         return "unknown key" + (f".{near(str(item['loc'][-1]), fields_of(section))}" if section else "")
     if kind in MISSING:
@@ -76,6 +76,11 @@ def broken_rule(item: Mapping[str, Any], section: type | None = None) -> str:
     if kind in RULES:
         return RULES[kind].format(**facts)
     return str(item["msg"]).removeprefix("Value error, ")
+
+
+def _short(limit: object) -> object:
+    """A limit without the decimals that say nothing."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
 
 
 def why_refused(item: Mapping[str, Any], section: type | None = None) -> str:
@@ -108,7 +113,7 @@ def place_of(item: Mapping[str, Any], body: type | None) -> tuple[list[str], typ
             section = inner
             if section is not None and part not in fields_of(section) and item["type"] not in UNKNOWN:
                 break
-            inner, by_key = (None, False) if section is None else _inside(section, part)
+            inner, by_key = (None, False) if section is None else inside(section, part)
         names.append(str(part))
     return names, section
 
@@ -120,7 +125,7 @@ def fields_of(section: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(section))
 
 
-def _inside(section: type, name: str) -> tuple[type | None, bool]:
+def inside(section: type, name: str) -> tuple[type | None, bool]:
     """What a field holds, when that has fields of its own, and whether it holds that by keys."""
     waiting, by_key = [kind for field, kind in get_type_hints(section).items() if field == name], False
     while waiting:

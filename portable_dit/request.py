@@ -169,7 +169,7 @@ def size_problem(width: int, height: int, rules: SizeRules) -> str | None:
         broken.append(f"this model draws {len(rules.canvases)} sizes and this is none of them")
     if not broken:
         return None
-    nearest = rules.nearest(width, height)
+    nearest = rules.closest(width, height)
     return f"size={width}x{height}: {'; '.join(broken)}. The nearest is {nearest[0]}x{nearest[1]}."
 
 

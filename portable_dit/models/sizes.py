@@ -84,6 +84,25 @@ class SizeRules:
             sides[sides.index(max(sides))] -= self.multiple
         return sides[0], sides[1]
 
+    def closest(self, width: int, height: int) -> tuple[int, int]:
+        """The legal canvas whose sides differ least from those that were written down, each by its share."""
+        if self.canvases:
+            return self.nearest(width, height)
+        multiple, sides = self.multiple, (max(width, 1), max(height, 1))
+        legal = []
+        for across in range(math.ceil(self.min_side / multiple) * multiple, self.max_side + 1, multiple):
+            least = max(self.min_side, across / self.max_ratio)
+            most = min(self.max_side, across * self.max_ratio, self.max_pixels / across)
+            for rounded in (math.floor, math.ceil):
+                down = rounded(min(max(sides[1], least), most) / multiple) * multiple
+                if self.min_side <= down <= self.max_side and self._allows(across, down):
+                    legal.append((across, down))
+
+        def difference(size: tuple[int, int]) -> float:
+            return sum(math.log(a / b) ** 2 for a, b in zip(size, sides, strict=True))
+
+        return min(legal, key=difference, default=self.nearest(width, height))
+
     def _allows(self, width: int, height: int) -> bool:
         """Whether sides that are legal each on their own go together."""
         return width * height <= self.max_pixels and max(width, height) <= self.max_ratio * min(width, height)

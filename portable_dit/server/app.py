@@ -113,7 +113,7 @@ async def answer_error(http: Request, error: Any) -> Response:
 async def answer_invalid(http: Request, error: Any) -> Response:
     """What the framework found wrong with a body, or with what stands in the address."""
     errors = error.errors()
-    body = BODIES.get(http.url.path) if errors[0]["loc"][0] == "body" else None
+    body = BODIES.get(http.url.path) if errors[0]["loc"][0] == "body" else schema.LatestJobs
     problem = refused_body([{**found, "loc": found["loc"][1:]} for found in errors], body)
     return JSONResponse(problem.body, problem.status_code)
 

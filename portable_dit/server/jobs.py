@@ -18,7 +18,7 @@ from portable_dit.server.images import DEFAULT_QUALITY, Serving, picture_url
 from portable_dit.server.job_store import StoredJob
 from portable_dit.server.references import bytes_of
 from portable_dit.server.refusal import ApiError, error_body
-from portable_dit.server.schema import JobWish
+from portable_dit.server.schema import JobWish, LatestJobs
 from portable_dit.server.service import Service, watch
 from portable_dit.server.ticket import Ticket, cancelled
 
@@ -42,10 +42,8 @@ async def submit(body: JobWish, http: Request, service: Serving) -> Response:
 
 
 @router.get("/v1/jobs", summary="One's latest jobs, the newest first")
-async def latest(
-    http: Request, service: Serving, limit: Annotated[int, Query(ge=1, le=200)] = 50
-) -> Response:
-    jobs = await service.store.latest(http.state.client, limit)
+async def latest(http: Request, service: Serving, wish: Annotated[LatestJobs, Query()]) -> Response:
+    jobs = await service.store.latest(http.state.client, wish.limit)
     return JSONResponse({"object": "list", "data": [_document(http, service, job) for job in jobs]})
 
 

@@ -99,6 +99,13 @@ class Pong:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """Work on a request has begun; until then it waits, be it for a replica that others have taken."""
+
+    id: str
+
+
+@dataclass(frozen=True)
 class Stepped:
     """A step of an image is done. preview: a small PNG, when one was wanted after this step."""
 
@@ -156,4 +163,4 @@ class Ended:
     fatal: bool = False
 
 
-Message = Loading | Loaded | LoadFailed | Pong | Stepped | Free | FileDone | Ended
+Message = Loading | Loaded | LoadFailed | Pong | Begun | Stepped | Free | FileDone | Ended

@@ -27,6 +27,7 @@ class FairQueue:
         self.limits = limits
         self.refusing: ApiError | None = None  # why nothing is accepted, None while it is
         self._heap: list[tuple[float, int, Ticket]] = []
+        self._taken: list[Ticket] = []  # whose work may not have begun
         self._order = itertools.count()
         self._now = 0.0
         self._charged: dict[str, float] = {}
@@ -39,7 +40,7 @@ class FairQueue:
 
     def position(self, ticket: Ticket) -> int | None:
         """How many are served before it; None when it does not wait."""
-        waiting = self.waiting()
+        waiting = [*(one for one in self._taken if one.status == "queued"), *self.waiting()]
         return waiting.index(ticket) if ticket in waiting else None
 
     def put(self, ticket: Ticket, *, again: bool = False) -> None:
@@ -60,6 +61,7 @@ class FairQueue:
                 self._now, _, ticket = heapq.heappop(self._heap)
                 self._charged = {c: end for c, end in self._charged.items() if end > self._now}
                 if ticket.status == "queued":
+                    self._taken = [*(one for one in self._taken if one.status == "queued"), ticket]
                     return ticket
             self._arrived.clear()
             await self._arrived.wait()
@@ -75,6 +77,7 @@ class FairQueue:
                 if ticket.request.shape != first.request.shape or ticket.request.images > left:
                     break
                 found.append(ticket)
+                self._taken.append(ticket)
                 left -= ticket.request.images
                 self._now = start
             heapq.heappop(self._heap)

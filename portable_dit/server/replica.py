@@ -21,6 +21,7 @@ from typing import Any
 
 from portable_dit.errors import PortableDitError
 from portable_dit.server.messages import (
+    Begun,
     Cancel,
     Draw,
     Ended,
@@ -184,8 +185,11 @@ class Replica:
         elif (ticket := self.current.get(message.id)) is not None:
             self._hear_of(ticket, message)
 
-    def _hear_of(self, ticket: Ticket, message: Stepped | FileDone | Ended) -> None:
-        if isinstance(message, Stepped):
+    def _hear_of(self, ticket: Ticket, message: Begun | Stepped | FileDone | Ended) -> None:
+        if isinstance(message, Begun) and not ticket.is_over:
+            ticket.start()
+            self.metrics.queue_seconds.observe(time.monotonic() - ticket.accepted)
+        elif isinstance(message, Stepped):
             self.metrics.steps.inc()
             if not ticket.is_over:
                 ticket.step(message)
@@ -203,7 +207,7 @@ class Replica:
         elif isinstance(message.error, PortableDitError):
             error = worker_lost(str(message.error)) if message.fatal else refusal_of(message.error)
             if error.status_code >= 500:
-                self.log(f"error: request {ticket.id}: {str(message.error).splitlines()[0]}")
+                self.log(f"error: request {ticket.id}: {_first_line(message.error)}")
             ticket.fail(error)
 
     async def _feed(self) -> None:
@@ -216,8 +220,7 @@ class Replica:
             tickets = [first, *self.queue.take_beside(first, self._batch)]
             for ticket in tickets:
                 self.current[ticket.id] = ticket
-                self.metrics.queue_seconds.observe(time.monotonic() - ticket.accepted)
-                ticket.start(lambda id=ticket.id: self._send(Cancel(id)))  # type: ignore[misc]
+                ticket.on_cancel(lambda id=ticket.id: self._send(Cancel(id)))  # type: ignore[misc]
             self._drawn[tuple(ticket.id for ticket in tickets)] = tickets, time.monotonic()
             self._send(Draw(tuple(ticket.order() for ticket in tickets)))
 
@@ -259,3 +262,8 @@ class Replica:
             self.metrics.worker_deaths.inc()
         for ticket in abandoned.values():
             ticket.fail(worker_lost(f"it ended with exit code {code} while it drew this request."))
+
+
+def _first_line(error: BaseException) -> str:
+    """Of an error of ranks, without the last words, which were logged as they came."""
+    return (str(error).splitlines() or [type(error).__name__])[0].removesuffix(" Its last words:")

@@ -102,6 +102,12 @@ class JobWish(Sampling):
     """Whether events carry a preview after each step, which costs a small decode each."""
 
 
+class LatestJobs(Body):
+    """What may stand in the address of GET /v1/jobs."""
+
+    limit: Annotated[int, Field(ge=1, le=200, strict=False)] = 50
+
+
 class ImageUrl(Body):
     url: str
     detail: Literal["auto", "low", "high"] | None = None

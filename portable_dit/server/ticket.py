@@ -22,7 +22,7 @@ KEPT_PREVIEWS = 16
 
 
 class Ticket:
-    """deadline: on the monotonic clock. on_cancel: told once, when somebody wants it to stop."""
+    """deadline: on the monotonic clock."""
 
     def __init__(
         self,
@@ -71,10 +71,14 @@ class Ticket:
     def order(self) -> Order:
         return Order(self.id, self.request, self.preview_steps, self.quality)
 
-    def start(self, on_cancel: Callable[[], None]) -> None:
+    def on_cancel(self, cancel: Callable[[], None]) -> None:
+        """Whom to tell that nobody waits for it any more."""
+        self._cancellers.append(cancel)
+
+    def start(self) -> None:
+        """Work on it has begun."""
         self.started = time.monotonic()
         self.status = "running"
-        self._cancellers.append(on_cancel)
         self._tell()
 
     def step(self, message: Stepped) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from portable_dit.refused_values import MAPPINGS, UNKNOWN, broken_rule, has_value, place_of, shown
+from portable_dit.refused_values import MAPPINGS, UNKNOWN, broken_rule, fields_of, has_value, place_of, shown
+from portable_dit.refused_values import inside as fields_inside
 from portable_dit.request import listed
 from portable_dit.server.refusal import ApiError
 
@@ -29,13 +30,13 @@ def refused_body(
             reason = error.get("ctx", {}).get("error", "malformed")
             return ApiError(400, f"The body is not JSON ({reason}). Send a JSON object.")
         names, section = place_of(error, body)
-        place = ".".join([inside] * bool(inside) + names)[:MOST_NAMED]
-        if not place:
+        if not names:
             return ApiError(400, NO_OBJECT)
+        place = ".".join([inside] * bool(inside) + names)[:MOST_NAMED] or "''"
         found = rules.setdefault(place, [])
-        found += [rule for rule in [_rule(error, section)] if rule not in found]
+        found += [rule for rule in [_rule(error, names[-1], section)] if rule not in found]
         given = f"={shown(error['input'])}" if has_value(error) else ""
-        beside.setdefault(place, (given, _way_out(error, names, section)))
+        beside.setdefault(place, (given, "" if inside else _way_out(error, names[-1], section)))
     lines = [_line(place, *beside[place], found) for place, found in rules.items()]
     return ApiError(400, listed(lines), param=next(iter(rules)))
 
@@ -44,14 +45,18 @@ def _line(place: str, given: str, way_out: str, rules: Sequence[str]) -> str:
     return f"{place}{given}: {' or '.join(rules).rstrip('.')}.{way_out}"
 
 
-def _rule(error: Mapping[str, Any], section: type | None) -> str:
+def _rule(error: Mapping[str, Any], name: str, section: type | None) -> str:
     if error["type"] in MAPPINGS:
-        return "must be an object with fields"
+        kind = None if section is None else fields_inside(section, name)[0]
+        return "must be an object" + (f" with {', '.join(fields_of(kind))}" if kind else "")
+    if error["type"] in UNKNOWN and name == "extra_body":
+        return "not a field of this call. What it holds stands beside the other fields here"
     rule = broken_rule(error, section)
     return rule.replace("unknown key", "not a field of this call") if error["type"] in UNKNOWN else rule
 
 
-def _way_out(error: Mapping[str, Any], names: Sequence[str], section: type | None) -> str:
+def _way_out(error: Mapping[str, Any], name: str, section: type | None) -> str:
     known = section.model_fields if section is not None and issubclass(section, BaseModel) else {}
-    field = known.get(names[-1]) if names else None
-    return "" if field is None or field.is_required() else " Leave it out for the default."
+    if not has_value(error) or name not in known or known[name].is_required():
+        return ""
+    return " Leave it out for the default."

@@ -31,9 +31,10 @@ from portable_dit.errors import PortableDitError, RecipeError, UserError
 from portable_dit.image import Pixels, encode
 from portable_dit.loading import Setup, fetch, set_up
 from portable_dit.png import encode_png
-from portable_dit.result import Drawn, Event, Finished, Outcome, Picture, Result
+from portable_dit.result import Drawn, Event, Finished, Outcome, Picture, Queued, Result, Started
 from portable_dit.result import Stepped as EngineStep
 from portable_dit.server.messages import (
+    Begun,
     Cancel,
     Draw,
     Ended,
@@ -65,7 +66,9 @@ class Worker:
         self.encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self.cancelled: set[str] = set()
         self.failed: dict[str, PortableDitError] = {}  # by request: why a file of it could not be made
+        self.waiting: dict[Draw, float] = {}  # since when, for a replica that others have taken
         self.moved: dict[Draw, float] = {}  # by what is drawn: when it last moved
+        self.idle_since = 0.0  # when the last drawing ended
         self.drawn: set[str] = set()  # the requests of it
         self.process = psutil.Process()
 
@@ -111,7 +114,7 @@ class Worker:
 
     def obey(self, message: Draw | Cancel | Ping) -> None:
         if isinstance(message, Draw):
-            self.moved[message] = time.monotonic()
+            self.waiting[message] = time.monotonic()
             self.drawn |= {order.id for order in message.orders}
             future = self.drawing.submit(self.draw, message)
             future.add_done_callback(partial(self.ended, message))
@@ -122,13 +125,20 @@ class Worker:
             self.send(self.pong())
 
     def pong(self) -> Pong:
-        setup, moved = self.engine.setup, tuple(self.moved.values())
+        setup = self.engine.setup
         return Pong(
-            quiet_seconds=time.monotonic() - min(moved) if moved else 0.0,
+            quiet_seconds=self.quiet_seconds(),
             resident_bytes=self.process.memory_info().rss,
             device_bytes=setup.backend.memory(setup.device),
             energy_joules=setup.backend.energy_joules(setup.device),
         )
+
+    def quiet_seconds(self) -> float:
+        """Since when something should have moved. Who waits for a replica that is drawing should not."""
+        moved, waiting = tuple(self.moved.values()), tuple(self.waiting.values())
+        if not moved and not waiting:
+            return 0.0
+        return time.monotonic() - (min(moved) if moved else max(min(waiting), self.idle_since))
 
     def draw(self, message: Draw) -> tuple[Outcome, ...]:
         """Draws requests; files are handed to the encoding thread as their pixels come."""
@@ -141,8 +151,13 @@ class Worker:
         )
 
     def tell(self, message: Draw, order: Order, event: Event) -> None:
+        if isinstance(event, Queued):
+            return
+        self.waiting.pop(message, None)
         self.moved[message] = time.monotonic()
-        if isinstance(event, EngineStep):
+        if isinstance(event, Started):
+            self.encode(order, self.send, Begun(order.id))
+        elif isinstance(event, EngineStep):
             wanted = event.step in order.preview_steps
             self.encode(order, self.send_step, order.id, event, event.preview if wanted else None)
         elif isinstance(event, Drawn):
@@ -175,7 +190,9 @@ class Worker:
 
     def ended(self, message: Draw, drawing: Future[tuple[Outcome, ...]]) -> None:
         """The place is free; what remains of the requests goes through the encoding thread, in order."""
-        del self.moved[message]
+        self.waiting.pop(message, None)
+        self.moved.pop(message, None)
+        self.idle_since = time.monotonic()
         ids = tuple(order.id for order in message.orders)
         self.drawn -= set(ids)
         self.cancelled -= set(ids)

@@ -25,6 +25,8 @@ from portable_dit.result import (
 )
 from portable_dit.workers import RankReport
 
+POLL_SECONDS = 0.1  # of who waits for a replica, to hear that nobody waits for him
+
 
 class Replica(Protocol):
     """Ranks that hold one model together."""
@@ -85,7 +87,10 @@ class Replicas:
         cancelled: Callable[[int], bool],
         previews: Sequence[bool],
     ) -> tuple[Outcome, ...]:
-        taken = [self._free.get()]
+        first = self._first_free(lambda: all(cancelled(place) for place in range(len(requests))))
+        if first is None:
+            return tuple(CancelledError("cancelled before it was begun.") for _ in requests)
+        taken = [first]
         try:
             with suppress(queue.Empty):  # the others are drawing
                 while len(taken) < sum(request.images for request in requests):
@@ -96,6 +101,13 @@ class Replicas:
         finally:
             for member in taken:
                 self._free.put(member)
+
+    def _first_free(self, cancelled: Callable[[], bool]) -> Replica | None:
+        """A replica, since one call may have taken several; None when nobody waits for it any more."""
+        while not cancelled():
+            with suppress(queue.Empty):
+                return self._free.get(timeout=POLL_SECONDS)
+        return None
 
     def close(self) -> None:
         for member in self._members:

@@ -365,11 +365,21 @@ def test_replicas_of_a_layout_draw_at_once_and_a_lost_one_is_told_and_started_ag
             return len(seen) == 2
 
         eventually(both_have_told, "each replica has drawn some of its half")
+        waits = submit(server, SHORT)
+        told = pool.submit(events_of, server, waits)
+        taken = eventually(
+            lambda: server.get("/server_info").json["workers"][0]["drawing"][1:], "it is taken"
+        )
+        assert (taken, job(server, waits)["status"], job(server, waits)["position"]) == ([waits], "queued", 0)
+        server.post(f"/v1/jobs/{waits}/cancel")
+        assert [name for name, _ in told.result(300)] == ["queued", "cancelled"]
+        waits = submit(server, SHORT)
         ranks = [child.pid for child in psutil.Process(worker["pid"]).children()]
         os.kill(ranks[0], signal.SIGKILL)
         error = wait_for(server, long, "failed")["error"]
         assert error["code"] == "worker_lost"
         assert "SIGKILL" in error["message"]
+        wait_for(server, waits, "finished")
         server.process.send_signal(signal.SIGTERM)
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(300)

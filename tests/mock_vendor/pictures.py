@@ -60,14 +60,18 @@ def assert_draws_as_the_host(
 
 
 def assert_all_draw_as_the_host(
-    machine: MockedMachine, wishes: Sequence[Mapping[str, str]], *, models: Mapping[str, Path] | None = None
+    machine: MockedMachine,
+    wishes: Sequence[Mapping[str, str]],
+    *,
+    models: Mapping[str, Path] | None = None,
+    models_wish: Mapping[str, str] = EXACT,
 ) -> list[dict[str, Any]]:
     """A picture for each of the wishes in one process on the machine; gives kernels and notes of each.
 
-    models: more pictures in float32, of these checkpoints by model.
+    models: more pictures, of these checkpoints by model. models_wish: what is wished for with those.
     """
     work = [_keys(machine, wish, "h3-mini", None) for wish in wishes]
-    work += [_keys(machine, EXACT, model, weights) for model, weights in (models or {}).items()]
+    work += [_keys(machine, models_wish, model, weights) for model, weights in (models or {}).items()]
     pictures = [machine.folder / f"picture-{number}.png" for number in range(len(work))]
     tries = [
         {"keys": keys, "size": SIZES[keys["model"]], "out": str(out)}

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
@@ -65,6 +66,22 @@ def files(results):
     return [[image.data("png") for image in result.images] for result in results]
 
 
+def pixels(results):
+    return [image.pixels.tobytes() for result in results for image in result.images]
+
+
+def one_at_a_time(engine):
+    """Every picture of REQUESTS as a request of its own, which shares no batch with another."""
+    single = [
+        replace(request, images=1, seed=request.seed + number)
+        for request in REQUESTS
+        for number in range(request.images)
+    ]
+    results = [engine.generate(request) for request in single]
+    assert batches(results) == [[1]] * len(single)
+    return pixels(results)
+
+
 def batches(results):
     return [[image.batch for image in result.images] for result in results]
 
@@ -72,22 +89,21 @@ def batches(results):
 @pytest.mark.parametrize("axes", [("tensor",), ("ulysses", "vae_tiles"), ("ring",)])
 def test_two_ranks_draw_side_by_side_what_they_draw_one_at_a_time(tiny_recipe, axes):
     layout = {f"layout.{axis}": 2 for axis in axes}
-    with Engine.load(tiny_recipe, layout) as engine:
-        expected = [engine.generate(request) for request in REQUESTS]
     seen = []
     with Engine.load(tiny_recipe, {**layout, "batch": 4}) as engine:
         results = engine.generate_all(REQUESTS, on_event=lambda place, event: seen.append((place, event)))
+        expected = one_at_a_time(engine)
     # The ring's kernel adds otherwise for several pictures at some sizes.
     together, apart = [[3, 3], [3], [1], [1]], [[1, 1], [1], [1], [1]]
     assert batches(results) == together or ("ring" in axes and batches(results) == apart)
-    assert files(results) == files(expected)
+    assert pixels(results) == expected
     finished = {place: event.result for place, event in seen if isinstance(event, Finished)}
     assert files(finished[place] for place in range(4)) == files(results), "the event has the pictures too"
 
 
 def test_replicas_share_the_pictures_of_several_requests(tiny_recipe):
-    with Engine.load(tiny_recipe, {"layout.data": 2}) as engine:
-        expected = [engine.generate(request) for request in REQUESTS]
+    with Engine.load(tiny_recipe) as engine:
+        expected = one_at_a_time(engine)
     seen = []
     with Engine.load(tiny_recipe, {"layout.data": 2, "batch": 4}) as engine:
         results = engine.generate_all(REQUESTS, on_event=lambda place, event: seen.append((place, event)))
@@ -100,7 +116,7 @@ def test_replicas_share_the_pictures_of_several_requests(tiny_recipe):
         outcomes = engine.generate_all(
             many, on_event=heard, cancelled=lambda place: not place and steps[0] > 1
         )
-    assert files(results) == files(expected)
+    assert pixels(results) == expected
     assert batches(results) == [[3, 3], [3], [1], [1]], "three pictures for one, two for the other"
     finished = {place: event.result for place, event in seen if isinstance(event, Finished)}
     assert files(finished[place] for place in range(4)) == files(results)
@@ -110,15 +126,13 @@ def test_replicas_share_the_pictures_of_several_requests(tiny_recipe):
 
 def test_one_rank_whose_bits_change_keeps_all_of_them_from_it(tiny_recipe, shelf):
     shelf.install("one_rank", FAULTY)
-    keys = {"device.backend": "one_rank", "layout.tensor": 2}
-    with Engine.load(tiny_recipe, keys) as engine:
-        expected = [engine.generate(request) for request in REQUESTS]
-    with Engine.load(tiny_recipe, {**keys, "batch": 4}) as engine:
+    with Engine.load(tiny_recipe, {"device.backend": "one_rank", "layout.tensor": 2, "batch": 4}) as engine:
+        expected = one_at_a_time(engine)
         for _ in range(2):
             results = engine.generate_all(REQUESTS)
             assert batches(results) == [[1, 1], [1], [1], [1]]
             assert "came out otherwise here" in results[0].notes[-1]
-            assert files(results) == files(expected)
+            assert pixels(results) == expected
 
 
 def test_who_is_cancelled_leaves_a_batch_of_two_ranks_and_no_rank_is_lost(tiny_recipe):

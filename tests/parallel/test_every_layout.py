@@ -52,7 +52,7 @@ NUMBERS = {
     "fp8": {"precision": "float32", "quantization.dit": "fp8_row"},
 }
 OFFLOAD = {"resident": {}, "layerwise": {"offload.dit": "layerwise"}}
-# What each layout is tried with; where weights rest and how sums round needs no more than two processes.
+# What each layout is tried with; that other formats do the same, two processes show.
 TRIED = (("float32", "resident"), ("fp8", "resident"), ("fp8", "layerwise"))
 TRIED_BY_TWO = (*TRIED, ("float32", "layerwise"), ("bfloat16", "resident"))
 BYTES_STORED = 2  # of a weight in the checkpoints of both large models

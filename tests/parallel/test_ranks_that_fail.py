@@ -63,6 +63,13 @@ def alone(tiny_recipe):
         return engine.generate(Request("a red apple")).images[0].pixels
 
 
+@pytest.fixture(scope="module")
+def engine(tiny_recipe):
+    """Two ranks for tests that leave them at work, though perhaps others than they found."""
+    with Engine.load(tiny_recipe, TWO) as loaded:
+        yield loaded
+
+
 def gone(pids: list[int]) -> bool:
     """Whether none of these processes is there any more, soon."""
     deadline = time.monotonic() + PATIENCE
@@ -178,24 +185,20 @@ def test_the_rank_that_fails_is_named_with_its_last_words_each_time_anew(faulty,
     assert all(f"[rank 1] about to {fault}" in told for fault in FAULTS)
 
 
-def test_a_request_that_all_ranks_refuse_or_stop_costs_no_rank(tiny_recipe, alone):
-    with Engine.load(tiny_recipe, TWO) as engine:
-        pids = [report.process for report in engine.reports]
-        with pytest.raises(RequestError, match="at most"):
-            engine.generate("apple " * 70)
-        seen = []
-        many = Request("a red apple", images=20)  # the stop is on its way while they go on drawing
-        with pytest.raises(CancelledError, match="cancelled"):
-            engine.generate(many, on_event=seen.append, cancelled=lambda: len(seen) > 4)
-        assert not any(isinstance(event, Finished) for event in seen)
-        assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
-        assert [report.process for report in engine.reports] == pids
-    assert gone(pids)
+def test_a_request_that_all_ranks_refuse_or_stop_costs_no_rank(engine, alone):
+    pids = [report.process for report in engine.reports]
+    with pytest.raises(RequestError, match="at most"):
+        engine.generate("apple " * 70)
+    seen = []
+    many = Request("a red apple", images=20)  # the stop is on its way while they go on drawing
+    with pytest.raises(CancelledError, match="cancelled"):
+        engine.generate(many, on_event=seen.append, cancelled=lambda: len(seen) > 4)
+    assert not any(isinstance(event, Finished) for event in seen)
+    assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
+    assert [report.process for report in engine.reports] == pids
 
 
 def test_weights_that_are_wrong_are_told_once_and_leave_no_process(tiny_recipe, tiny_checkpoint, tmp_path):
-    import shutil
-
     folder = tmp_path / "cut"
     shutil.copytree(tiny_checkpoint, folder)
     (folder / "manifest.json").unlink()
@@ -227,10 +230,15 @@ def test_whoever_ends_the_caller_ends_the_ranks(tiny_recipe, tmp_path, sent, cod
     assert gone(ranks)
 
 
-def test_two_engines_side_by_side_do_not_collide(tiny_recipe, alone):
-    with Engine.load(tiny_recipe, TWO) as one, Engine.load(tiny_recipe, TWO) as other:
-        for engine in (one, other, one):
-            assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
+def test_two_engines_side_by_side_do_not_collide_and_one_that_ends_leaves_the_other(
+    engine, tiny_recipe, alone
+):
+    with Engine.load(tiny_recipe, TWO) as other:
+        for each in (engine, other, engine):
+            assert np.array_equal(each.generate("a red apple").images[0].pixels, alone)
+        pids = [report.process for report in other.reports]
+    assert gone(pids)
+    assert np.array_equal(engine.generate("a red apple").images[0].pixels, alone)
 
 
 def test_the_command_line_says_what_each_rank_loaded(tiny_recipe, tmp_path):

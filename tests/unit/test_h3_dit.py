@@ -94,7 +94,7 @@ def test_modulation_weights_that_wait_elsewhere_visit_once_for_all_times() -> No
     class Visits(TorchDispatchMode):
         numbers = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if func is torch.ops.aten._to_copy.default and out.is_meta and not args[0].is_meta:
                 self.numbers += out.numel()

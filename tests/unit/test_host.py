@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from portable_dit import host
 
@@ -67,3 +70,22 @@ def test_processor_name_and_flags_come_from_cpuinfo(tmp_path: Path) -> None:
     assert host.cpu_flags(x86) == {"fpu", "avx512_bf16"}
     assert host.cpu_flags(arm) == {"asimd", "bf16", "i8mm"}
     assert host.cpu_flags(tmp_path / "nothing") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("modes", "own", "expected"),
+    [
+        ("always [madvise] never\n", None, "1"),
+        ("always [madvise] never\n", "0", "0"),
+        ("[always] madvise never\n", None, None),
+        ("always madvise [never]\n", None, None),
+        (None, None, None),
+    ],
+)
+def test_huge_pages_are_asked_for_where_asking_helps(tmp_path, monkeypatch, modes, own, expected) -> None:
+    if modes is not None:
+        write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": modes})
+    monkeypatch.setenv(host.HUGE_PAGES, own) if own else monkeypatch.delenv(host.HUGE_PAGES, raising=False)
+    host.ask_for_huge_pages(tmp_path)
+    assert os.environ.get(host.HUGE_PAGES) == expected
+    monkeypatch.delenv(host.HUGE_PAGES, raising=False)

@@ -6,11 +6,14 @@ import random
 
 import pytest
 import torch
+from apart_device import PLUGIN
 from torch import Tensor, nn
 
 from portable_dit.backend import Backend, Lane, Mark
 from portable_dit.cpu import CpuBackend
-from portable_dit.errors import BackendError
+from portable_dit.drawing import memory_explained
+from portable_dit.errors import BackendError, DeviceMemoryError
+from portable_dit.loading import set_up
 from portable_dit.offload import ALIGNMENT, ComponentOffload, offload, streamed_blocks
 from portable_dit.quantize import QuantizedLinear, quantize
 
@@ -251,3 +254,21 @@ def test_blocks_that_share_a_weight_are_refused() -> None:
     blocks[2].first = blocks[0].first
     with pytest.raises(BackendError, match="share the tensor 'weight'"):
         offload(blocks, 0, Backend(), DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("offload", "advice"),
+    [
+        ({"dit": "layerwise", "resident_blocks": 2}, "fewer blocks on the device with --set offload.res"),
+        ({}, "move weights to the host with --set offload.text_encoder=component --set offload.dit=layer"),
+        ({"dit": "layerwise", "resident_blocks": 0}, None),
+    ],
+)
+def test_out_of_memory_names_the_key_that_makes_room_from_where_it_is(tiny_recipe, shelf, offload, advice):
+    shelf.install("apart", PLUGIN.format(arguments=""))
+    keys = {f"offload.{key}": value for key, value in offload.items()}
+    setup = set_up(tiny_recipe, {"device.backend": "apart", **keys})
+    with pytest.raises(DeviceMemoryError) as said, memory_explained(setup, "denoise", " at 64x64"):
+        raise torch.OutOfMemoryError("the device is out of memory")
+    assert (advice or "stop other programs on the device.") in str(said.value)
+    assert ("--set" in str(said.value)) == (advice is not None)

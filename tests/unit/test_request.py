@@ -1,6 +1,7 @@
 """Requests: defaults filled in, and every problem told at once with the way out."""
 
 import io
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -97,6 +98,34 @@ def test_an_illegal_size_names_the_rule_and_a_legal_neighbour(size, rule, neares
 def test_the_nearest_size_is_always_legal(width, height, multiple, least, ratio):
     rules = SizeRules(multiple, least, 2048, 1024 * 1024, ratio, (512, 512))
     assert size_problem(*rules.nearest(width, height), rules) is None
+    assert size_problem(*rules.closest(width, height), rules) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "closest"),
+    [
+        ((33, 64), (64, 64)),
+        ((64, 33), (64, 64)),
+        ((100, 100), (96, 96)),
+        ((500, 500), (256, 256)),
+        ((65, 129), (64, 128)),
+    ],
+)
+def test_the_size_that_is_offered_differs_least_in_its_sides(asked, closest):
+    rules = SizeRules(32, 64, 512, 256 * 256, 2.0, (96, 64))
+    assert rules.closest(*asked) == closest
+
+
+@given(width=st.integers(1, 900), height=st.integers(1, 900), pixels=st.integers(64 * 64, 512 * 512))
+def test_no_legal_size_is_closer_than_the_one_that_is_offered(width, height, pixels):
+    rules = SizeRules(32, 64, 512, pixels, 2.0, (96, 64))
+    sides = range(64, 513, 32)
+    legal = [(a, b) for a in sides for b in sides if size_problem(a, b, rules) is None]
+
+    def difference(size: tuple[int, int]) -> float:
+        return math.log(size[0] / width) ** 2 + math.log(size[1] / height) ** 2
+
+    assert difference(rules.closest(width, height)) == pytest.approx(min(map(difference, legal)), abs=1e-9)
 
 
 @given(width=st.integers(6, 24), height=st.integers(6, 24))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import multiprocessing
 import sqlite3
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from portable_dit.errors import UserError
 from portable_dit.server.answers import Blobs
 from portable_dit.server.images import preview_steps
 from portable_dit.server.job_store import JobStore
-from portable_dit.server.messages import PictureFile
+from portable_dit.server.messages import Draw, PictureFile
 from portable_dit.server.profiler import Profiler
 from portable_dit.server.settings import Settings, default_jobs_file, read_keys
+from portable_dit.server.worker import Worker
 
 
 def file(data: bytes, seed: int = 0) -> PictureFile:
@@ -191,3 +194,18 @@ def test_what_is_measured_while_another_request_of_the_call_ends_is_not_lost(tmp
     profiler.end_request("the last")
     profiler.close()
     assert [event["args"]["number"] for event in json.loads(file.read_text())] == list(range(count))
+
+
+def test_who_waits_for_a_replica_that_draws_has_not_stalled():
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        worker, now = Worker(theirs), time.monotonic()
+        drawn, waits = Draw(()), Draw(())
+        assert worker.quiet_seconds() == 0.0
+        worker.moved[drawn], worker.waiting[waits] = now - 3, now - 1000
+        assert 3 <= worker.quiet_seconds() < 10, "the one that is drawn counts"
+        del worker.moved[drawn]
+        worker.idle_since = now - 5
+        assert 5 <= worker.quiet_seconds() < 10, "it should have begun when the other ended"
+        worker.idle_since = 0.0
+        assert worker.quiet_seconds() >= 1000, "nothing is drawn that it could wait for"

@@ -173,7 +173,7 @@ def test_every_watcher_of_a_ticket_sees_its_end_however_slow():
 
         watchers = [asyncio.ensure_future(watch(pause)) for pause in (0.0, 0.05)]
         await asyncio.sleep(0)
-        one.start(lambda: None)
+        one.start()
         for step in range(1, 40):
             one.step(Stepped(one.id, 0, step, 40, b"preview"))
             await asyncio.sleep(0)
@@ -189,7 +189,7 @@ def test_every_watcher_of_a_ticket_sees_its_end_however_slow():
 def test_a_cancel_reaches_the_worker_once_and_the_first_end_stays():
     async def work() -> None:
         one, told = ticket(), []
-        one.start(lambda: told.append("cancel"))
+        one.on_cancel(lambda: told.append("cancel"))
         one.cancel(cancelled("first"))
         one.cancel(cancelled("second"))
         one.finish(Summary({}, None, (), ()))
@@ -251,3 +251,21 @@ def test_who_was_cancelled_is_no_mate_and_not_in_the_way():
     first, gone, mate = shaped("one", 256), shaped("one", 512), shaped("one", 256)
     gone.cancel(cancelled("test"))
     assert beside(first, gone, mate) == ([first, mate], [])
+
+
+def test_who_was_taken_waits_in_front_until_work_on_it_begins():
+    """A worker's other replica may be drawing for somebody else."""
+
+    async def work() -> None:
+        queue, own = FairQueue(Limits(queue=2)), [ticket() for _ in range(4)]
+        for one in own[:2]:
+            queue.put(one)
+        taken = await queue.take()
+        assert [queue.position(one) for one in own[:2]] == [0, 1]
+        queue.put(own[2])  # what was taken is not in the queue's count any more
+        taken.start()
+        assert [queue.position(one) for one in own[:3]] == [None, 0, 1]
+        with pytest.raises(ApiError, match="2 requests wait"):
+            queue.put(own[3])
+
+    asyncio.run(work())

@@ -116,6 +116,9 @@ FORM = "multipart/form-data; boundary=x"
             "partial_images",
         ),
         ({"output_compression": 5}, "output_compression: PNG is exact", "output_compression"),
+        ({"guidance_scale": -1}, "guidance_scale=-1: must be at least 0. Leave it out", "guidance_scale"),
+        ({"": 1}, "'': not a field of this call.", "''"),
+        ({"extra_body": {}}, "extra_body: not a field of this call. What it holds stands", "extra_body"),
         ({"heigth": 64}, "heigth: not a field of this call.", "heigth"),
         ({"num_inference_steps": 7}, "num_inference_steps=7: ", "num_inference_steps"),
         ({"size": "65x64"}, "size=65x64: both sides must be multiples", "size"),
@@ -172,6 +175,11 @@ def test_a_misspelt_field_inside_another_is_named_with_the_near_one(ask: Ask):
     ("content", "said", "param"),
     [
         (7, "messages.0.content=7: must be text or must be a list.", "messages.0.content"),
+        (
+            [{"type": "image_url", "image_url": "http://a/b.png"}],
+            "image_url='http://a/b.png': must be an object with url, detail.",
+            "messages.0.content.0.image_url",
+        ),
         ([{"type": "text"}], "a part of type text holds text", "messages.0.content.0"),
         (
             [{"type": "image_url", "image_url": {"url": "x", "detail": "ultra"}}],
@@ -217,7 +225,10 @@ def test_a_body_of_another_kind_says_what_is_taken(ask: Ask, path, body, kind, s
 
 def test_what_stands_in_the_address_is_named(ask: Ask):
     error = ask(f"{JOBS}?limit=0", method="GET")
-    assert (error["message"], error["param"]) == ("limit='0': must be at least 1.", "limit")
+    assert error["message"] == "limit='0': must be at least 1. Leave it out for the default."
+    assert error["param"] == "limit"
+    error = ask(f"{JOBS}?limt=3", method="GET")
+    assert error["message"] == "limt: not a field of this call. Did you mean 'limit'? Known: limit."
 
 
 @pytest.mark.parametrize("body", [schema.Generation, schema.Edit, schema.Chat, schema.JobWish])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from mock_vendor.mutants import assert_all_seen
-from mock_vendor.pictures import assert_draws_as_the_host, write_tiny
+from mock_vendor.pictures import assert_all_draw_as_the_host, write_tiny
 from mock_vendor.process import Mutation
 
 BEST = "gfx942"
@@ -46,16 +46,11 @@ def test_other_chips_and_versions_pass_too(mocked, variant, category):
     assert mocked(variant).unbound_calls() == []
 
 
-# A capture runs the decoder four times, whose convolutions in float16 take seconds on a host.
-GRAPHS = {"h3-image": {}, "hunyuan-image-3": {"graphs__vae": "false"}}
-
-
-@pytest.mark.parametrize("model", GRAPHS)
-def test_the_large_models_in_small_draw_what_the_host_draws(mocked, tmp_path, model):
-    weights = write_tiny(model, tmp_path / "weights")
-    wish = {"precision": "bfloat16", **GRAPHS[model]}
-    said = assert_draws_as_the_host(mocked(BEST), model=model, weights=weights, **wish)
-    assert said["kernels"]["dit"]["attention"] == "aiter"
+def test_the_large_models_in_small_draw_what_the_host_draws(mocked, tmp_path):
+    models = {name: write_tiny(name, tmp_path / name) for name in ("h3-image", "hunyuan-image-3")}
+    wish = {"precision": "bfloat16"}
+    for said in assert_all_draw_as_the_host(mocked(BEST), [], models=models, models_wish=wish):
+        assert said["kernels"]["dit"]["attention"] == "aiter"
 
 
 def test_the_package_of_the_same_name_is_not_taken_for_the_library(mocked):
