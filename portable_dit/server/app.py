@@ -26,7 +26,7 @@ from portable_dit.server.messages import LoadFailed
 from portable_dit.server.refusal import ApiError, error_body
 from portable_dit.server.service import Service
 from portable_dit.server.settings import Settings
-from portable_dit.server.wording import refused_body
+from portable_dit.server.wording import problems_of, refused
 
 PAGE = Path(__file__).parent / "page"
 BODIES: dict[str, type[schema.Body]] = {
@@ -114,7 +114,7 @@ async def answer_invalid(http: Request, error: Any) -> Response:
     """What the framework found wrong with a body, or with what stands in the address."""
     errors = error.errors()
     body = BODIES.get(http.url.path) if errors[0]["loc"][0] == "body" else schema.LatestJobs
-    problem = refused_body([{**found, "loc": found["loc"][1:]} for found in errors], body)
+    problem = refused(problems_of([{**found, "loc": found["loc"][1:]} for found in errors], body))
     return JSONResponse(problem.body, problem.status_code)
 
 

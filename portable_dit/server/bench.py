@@ -234,9 +234,14 @@ def _run(
 
 def _energy(client: Client) -> float | None:
     """What the devices have used so far; None where one does not say. Told with a ping, once a second."""
+
+    def told() -> list[float | None]:
+        return [worker["energy_joules"] for worker in client.get("/server_info")["workers"]]
+
+    if None in told():
+        return None
     time.sleep(1.1)
-    used = [worker["energy_joules"] for worker in client.get("/server_info")["workers"]]
-    return None if None in used else sum(used)
+    return sum(joules for joules in told() if joules is not None)
 
 
 def _drawn(client: Client) -> tuple[float, float]:

@@ -29,7 +29,7 @@ from portable_dit.server.refusal import ApiError
 from portable_dit.server.schema import Chat, ChatExtra, Part
 from portable_dit.server.service import KEEPALIVE_SECONDS, Service
 from portable_dit.server.ticket import Ticket
-from portable_dit.server.wording import refused_body
+from portable_dit.server.wording import problems_of, refused
 
 router = APIRouter(tags=["chat"])
 SYSTEM_ROLES = ("system", "developer")
@@ -120,7 +120,7 @@ def _part(part: object, place: str) -> Part:
     try:
         return Part.model_validate(part)
     except ValidationError as error:
-        raise refused_body(error.errors(), Part, inside=place) from error
+        raise refused(problems_of(error.errors(), Part, inside=place)) from error
 
 
 def _read_all(service: Service, urls: list[str]) -> list[bytes]:

@@ -6,14 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import ValidationError
-from starlette.datastructures import FormData, UploadFile
-from starlette.exceptions import HTTPException
 
 from portable_dit.request import ResolvedRequest
 from portable_dit.server.answers import (
@@ -25,16 +21,13 @@ from portable_dit.server.answers import (
     sizes,
     timing_headers,
 )
+from portable_dit.server.forms import edit_of, read_form
 from portable_dit.server.messages import PictureFile, Stepped
-from portable_dit.server.refusal import ApiError
 from portable_dit.server.schema import Edit, Generation, ImageWish
 from portable_dit.server.service import Service, watch
 from portable_dit.server.ticket import Ticket, cancelled
-from portable_dit.server.wording import refused_body
 
 router = APIRouter(tags=["images"])
-MAX_FIELDS = 64
-FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 DEFAULT_QUALITY = 92
 
 
@@ -76,57 +69,10 @@ EDIT_BODY = {
 async def edits(http: Request, service: Serving) -> Response:
     """Multipart form: the references as `image` or several `image[]`, the rest as for generations."""
     async with read_form(http, service.spec.max_references) as form:
-        body = edit_fields(form)
-        files = [await file.read() for file in edit_files(form)]
-    request = await service.resolve(body, body.prompt, files, format=body.output_format)
+        body, files = edit_of(form)
+        data = [await file.read() for file in files]
+    request = await service.resolve(body, body.prompt, data, format=body.output_format)
     return await answer(http, service, request, body, kind="image_edit")
-
-
-@asynccontextmanager
-async def read_form(http: Request, references: int) -> AsyncIterator[FormData]:
-    """A form with its files, of which some may be too many. Raises ApiError."""
-    kind = http.headers.get("content-type", "").partition(";")[0]
-    if kind not in FORMS:
-        given = kind[:64] or "nothing"
-        raise ApiError(400, f"Content-Type={given}: this call takes a form. Say multipart/form-data.")
-    try:
-        async with http.form(max_files=references + 2, max_fields=MAX_FIELDS) as form:
-            yield form
-    except ApiError:
-        raise
-    except HTTPException as error:
-        rules = f"at most {references} pictures and {MAX_FIELDS} fields, each text below 1 MiB"
-        raise ApiError(400, f"The form cannot be read: {error.detail} It may hold {rules}.") from error
-
-
-def edit_files(form: FormData) -> list[UploadFile]:
-    """The references of a form, in the order they were sent. Raises ApiError."""
-    files = [(name, value) for name, value in form.multi_items() if isinstance(value, UploadFile)]
-    other = [name for name, _ in files if name not in ("image", "image[]")]
-    if other:
-        extra = " This model takes no mask; describe the change instead." if other[0] == "mask" else ""
-        raise ApiError(
-            400,
-            f"{other[0][:64]}: not a file that is taken; image and image[] are.{extra}",
-            param=other[0][:64],
-        )
-    if not files:
-        raise ApiError(400, "image: missing. Send at least one file as image or image[].", param="image")
-    return [file for _, file in files]
-
-
-def edit_fields(form: FormData) -> Edit:
-    """The text fields of a form, checked. Raises ApiError."""
-    fields: dict[str, str] = {}
-    for name, value in form.multi_items():
-        if isinstance(value, str):
-            if name in fields:
-                raise ApiError(400, f"{name[:64]}: given twice.", param=name[:64])
-            fields[name] = value
-    try:
-        return Edit.model_validate_strings(fields, strict=False)
-    except ValidationError as error:
-        raise refused_body(error.errors(), Edit) from error
 
 
 def preview_steps(steps: int, count: int) -> frozenset[int]:

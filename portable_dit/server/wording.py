@@ -16,10 +16,15 @@ MOST_NAMED = 100  # characters of a name that came from outside
 NO_OBJECT = "The body must be a JSON object, sent with Content-Type: application/json."
 
 
-def refused_body(
+def refused(problems: Mapping[str, str]) -> ApiError:
+    """ApiError 400 that tells all problems, by their fields; of the whole body under an empty name."""
+    return ApiError(400, listed(list(problems.values())), param=next(iter(problems)) or None)
+
+
+def problems_of(
     errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None = None, *, inside: str = ""
-) -> ApiError:
-    """ApiError 400 that tells all of pydantic's errors.
+) -> dict[str, str]:
+    """What pydantic found, by field.
 
     body: what the call takes, None where it is not known. inside: where in the body that stands.
     """
@@ -28,17 +33,17 @@ def refused_body(
     for error in errors:
         if error["type"] == "json_invalid":
             reason = error.get("ctx", {}).get("error", "malformed")
-            return ApiError(400, f"The body is not JSON ({reason}). Send a JSON object.")
+            return {"": f"The body is not JSON ({reason}). Send a JSON object."}
         names, section = place_of(error, body)
-        if not names:
-            return ApiError(400, NO_OBJECT)
-        place = ".".join([inside] * bool(inside) + names)[:MOST_NAMED] or "''"
+        path = [inside] * bool(inside) + names
+        if not path:
+            return {"": NO_OBJECT}
+        place = ".".join(path)[:MOST_NAMED] or "''"
         found = rules.setdefault(place, [])
-        found += [rule for rule in [_rule(error, names[-1], section)] if rule not in found]
+        found += [rule for rule in [_rule(error, path[-1], section)] if rule not in found]
         given = f"={shown(error['input'])}" if has_value(error) else ""
-        beside.setdefault(place, (given, "" if inside else _way_out(error, names[-1], section)))
-    lines = [_line(place, *beside[place], found) for place, found in rules.items()]
-    return ApiError(400, listed(lines), param=next(iter(rules)))
+        beside.setdefault(place, (given, "" if inside else _way_out(error, path[-1], section)))
+    return {place: _line(place, *beside[place], found) for place, found in rules.items()}
 
 
 def _line(place: str, given: str, way_out: str, rules: Sequence[str]) -> str:

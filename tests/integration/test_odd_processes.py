@@ -30,9 +30,8 @@ def draw(tiny_recipe):
     return f"$PD run --recipe {tiny_recipe} -p 'a red apple' -o a.png"
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_closed_streams_do_not_keep_a_picture_from_being_drawn(draw, tmp_path, closed):
-    done = shell(f"{draw} {closed}", cwd=tmp_path)
+def test_closed_streams_do_not_keep_a_picture_from_being_drawn(draw, tmp_path):
+    done = shell(f"{draw} <&- >&- 2>&-", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -188,9 +188,9 @@ def test_noise_does_not_pass_the_builtin_judge(cli, server):
 
 
 def test_the_builtin_model_passes_what_it_passes_without_a_server(cli, tmp_path):
-    """Two of each kind, which must be the right things; whole gates are measured in test_gates."""
+    """One of each kind, which must be the right things; whole gates are measured in test_gates."""
     with running("cpu/h3-mini", tmp_path / "jobs") as server:
-        answer = cli("eval", "--server", server.url, "--judge", "builtin", "--samples-per-type", 2, "--json")
+        answer = cli("eval", "--server", server.url, "--judge", "builtin", "--samples-per-type", 1, "--json")
     found = json.loads(answer.stdout)
     values = {gate["name"]: gate["value"] for gate in found["gates"]}
     assert values["t2i/background"] == 1.0

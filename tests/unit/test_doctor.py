@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,34 +38,25 @@ def portable_dit_backends():
 """
 
 
-def doctor(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    paths = [str(p) for p in (path, *sys.path) if p]
-    return subprocess.run(
-        [sys.executable, "-c", "from portable_dit.cli import main; main()", "doctor", *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+def test_a_healthy_machine_has_numbers_for_every_kernel_and_exit_code_zero(cli, tmp_path: Path) -> None:
+    """With a recipe that is read as a run would read it: a file in a dialect that names cannot tell, with the
+    rest of the checkpoint elsewhere.
+    """
+    write_random(tmp_path / "comfy", config="tiny", dialect="comfy", seed=0)
+    (file,) = (tmp_path / "comfy" / "diffusion_models").iterdir()
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: h3-image\nweights: {tmp_path / 'comfy'}\ncomponents: {{dit: {file}}}\n"
+        "checkpoint_dialect: comfy\ndevice: {backend: cpu}\n"
     )
-
-
-def install(folder: Path, name: str, source: str, requires: str = "") -> None:
-    (folder / f"pdit_doctor_{name}.py").write_text(source)
-    info = folder / f"pdit_doctor_{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: pdit-doctor-{name}\nVersion: 1.0\n{requires}"
-    )
-    (info / "entry_points.txt").write_text(f"[portable_dit.backends]\n{name} = pdit_doctor_{name}\n")
-
-
-def test_a_healthy_machine_has_numbers_for_every_kernel_and_exit_code_zero() -> None:
-    run = doctor("--json", "--backend", "cpu")
+    run = cli("doctor", "--json", "--recipe", recipe)
     report = json.loads(run.stdout)
-    assert run.returncode == 0, report
+    assert run.exit_code == 0, report
     assert report["ok"]
-    names = {check["name"] for check in report["checks"]}
-    assert {"python", "torch", "memory", "processor", "requirements", "recipes", "plugin cpu"} <= names
+    states = {check["name"]: check["status"] for check in report["checks"]}
+    always = {"python", "torch", "memory", "processor", "requirements", "recipes", "plugin cpu"}
+    assert always <= states.keys()
+    assert states["plan"] == "ok"
     by_op: dict[str, list[dict[str, object]]] = {}
     for probe in report["probes"]:
         by_op.setdefault(probe["op"], []).append(probe)
@@ -74,22 +66,22 @@ def test_a_healthy_machine_has_numbers_for_every_kernel_and_exit_code_zero() -> 
         assert all(0 <= p["error"] <= p["tolerance"] and p["seconds"] > 0 for p in measured)  # type: ignore[operator]
 
 
-def test_a_wrong_kernel_that_would_be_used_is_a_problem_with_advice(tmp_path: Path) -> None:
-    install(tmp_path, "sick", BROKEN_KERNELS)
-    run = doctor("--json", path=tmp_path)
+def test_a_wrong_kernel_that_would_be_used_is_a_problem_with_advice(cli, shelf) -> None:
+    shelf.install("sick", BROKEN_KERNELS)
+    run = cli("doctor", "--json")
     report = json.loads(run.stdout)
-    assert run.returncode == 1
+    assert run.exit_code == 1
     problem = next(check for check in report["checks"] if check["status"] == "problem")
     assert problem["name"] == "kernel attention wrong"
     assert "error" in problem["detail"]
     assert problem["advice"]
 
 
-def test_a_broken_plugin_is_a_warning_until_it_is_asked_for(tmp_path: Path) -> None:
-    install(tmp_path, "sick", "import no_such_driver_library")
-    run = doctor("--backend", "sick", path=tmp_path)
-    assert run.returncode == 1
-    assert "warning  plugin sick: pdit-doctor-sick 1.0: ModuleNotFoundError" in run.stdout
+def test_a_broken_plugin_is_a_warning_until_it_is_asked_for(cli, shelf) -> None:
+    shelf.install("sick", "import no_such_driver_library")
+    run = cli("doctor", "--backend", "sick")
+    assert run.exit_code == 1
+    assert re.search(r"warning  plugin sick: pdit\S+ 1.2: ModuleNotFoundError", run.stdout)
     assert "problem  backend: backend 'sick' was asked for" in run.stdout
     assert "no_such_driver_library" in run.stdout
 
@@ -101,7 +93,12 @@ def test_an_unmet_requirement_of_a_plugin_is_a_problem(
         "Requires-Dist: numpy<1.0\nRequires-Dist: no-such-distribution-here>=2\nRequires-Dist: pluggy>=1\n"
         "Requires-Dist: also-missing; extra == 'more'\n"
     )
-    install(tmp_path, "needy", "", requires)
+    info = tmp_path / "pdit_doctor_needy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: pdit-doctor-needy\nVersion: 1.0\n{requires}"
+    )
+    (info / "entry_points.txt").write_text("[portable_dit.backends]\nneedy = pdit_doctor_needy\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     unmet = unmet_requirements("pdit-doctor-needy")
     assert len(unmet) == 2
@@ -116,38 +113,31 @@ def test_torch_that_cannot_be_imported_is_explained_not_a_traceback(tmp_path: Pa
     (tmp_path / "torch.py").write_text(
         "raise RuntimeError('Failed to load the backend extension: some_device')"
     )
-    run = doctor(path=tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-m", "portable_dit", "doctor"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *filter(None, sys.path))))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 1
     assert "problem  torch: cannot be imported: RuntimeError: Failed to load the backend" in run.stdout
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in run.stdout
     assert "Traceback" not in run.stderr
 
 
-def test_a_recipe_that_cannot_work_is_a_problem(tmp_path: Path) -> None:
+def test_a_recipe_that_cannot_work_is_a_problem(cli, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: h3-mini\ndevice: {backend: no-such-backend}\n")
-    run = doctor("--recipe", str(recipe))
-    assert run.returncode == 1
+    run = cli("doctor", "--recipe", recipe)
+    assert run.exit_code == 1
     assert "problem  backend: backend 'no-such-backend' is not installed" in run.stdout
     recipe.write_text("model: h3-mini\nprecison: float32\n")
-    run = doctor("--recipe", str(recipe), "--backend", "no-such-backend")
-    assert run.returncode == 1
+    run = cli("doctor", "--recipe", recipe, "--backend", "no-such-backend")
+    assert run.exit_code == 1
     assert "Did you mean 'precision'" in run.stdout
 
 
 def test_only_a_problem_makes_the_report_bad() -> None:
     assert Report((Check("a", "ok", ""), Check("b", "warning", ""))).ok
     assert not Report((Check("a", "ok", ""), Check("b", "problem", ""))).ok
-
-
-def test_the_recipe_is_read_as_a_run_would_read_it(tmp_path: Path) -> None:
-    """A file in a dialect that names cannot tell, with the rest of the checkpoint elsewhere."""
-    write_random(tmp_path / "comfy", config="tiny", dialect="comfy", seed=0)
-    (file,) = (tmp_path / "comfy" / "diffusion_models").iterdir()
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(
-        f"model: h3-image\nweights: {tmp_path / 'comfy'}\ncomponents: {{dit: {file}}}\n"
-        "checkpoint_dialect: comfy\ndevice: {backend: cpu}\n"
-    )
-    found = {check.name: check for check in examine(str(recipe)).checks}
-    assert found["plan"].status == "ok", found["plan"].detail

@@ -57,7 +57,7 @@ def test_types_and_samples_can_be_chosen(tmp_path, suite):
         ("name: a\n", "types"),
         ("name: a\ntypes: {}\n", "types"),
         ("name: a\ntypes: {x: []}\n", "holds no sample"),
-        ("name: a\ngate: 2\ntypes: {x: [{prompt: p}]}\n", "gate: 2 must be at most 1.0"),
+        ("name: a\ngate: 2\ntypes: {x: [{prompt: p}]}\n", "gate: 2 must be at most 1"),
         ("name: a\nrubrik: r\ntypes: {x: [{prompt: p}]}\n", "rubrik: unknown key. Did you mean 'rubric'"),
         ("name: a\ntypes: {x: [{prompt: p, seed: -1}]}\n", "types.x.0.seed: -1 must be at least 0"),
         ("name: a\ntypes: {x: [{prompt: p, references: [none.png]}]}\n", "none.png"),

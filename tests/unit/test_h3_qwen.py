@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,10 +51,10 @@ def request() -> Request:
     return Request("a red cat", references=(picture,), size=(96, 64))
 
 
-@pytest.fixture
-def expected(folder: Path) -> Iterator[np.ndarray]:
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> np.ndarray:
     with engine(folder) as plain:
-        yield plain.generate(request()).images[0].pixels
+        return plain.generate(request()).images[0].pixels
 
 
 @pytest.mark.parametrize("placement", ["component", "layerwise"])

@@ -15,7 +15,7 @@ from portable_dit.recipe import load_recipe
 from portable_dit.server import schema
 from portable_dit.server.app import create_app
 from portable_dit.server.settings import Limits, Settings
-from portable_dit.server.wording import refused_body
+from portable_dit.server.wording import problems_of, refused
 
 Error = dict[str, Any]
 Ask = Callable[..., Error]
@@ -89,8 +89,11 @@ async def call(app: Any, method: str, path: str, body: bytes, kind: str) -> dict
     return answer
 
 
-def form(**fields: str) -> bytes:
-    parts = (f'--x\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{v}\r\n' for k, v in fields.items())
+def form(*files: str, **fields: str) -> bytes:
+    """A form with files of no content, and fields."""
+    head = '--x\r\nContent-Disposition: form-data; name="{}"'
+    parts = [f'{head.format(name)}; filename="a"\r\n\r\n\r\n' for name in files]
+    parts += [f"{head.format(name)}\r\n\r\n{value}\r\n" for name, value in fields.items()]
     return "".join([*parts, "--x--\r\n"]).encode()
 
 
@@ -156,6 +159,7 @@ def test_every_problem_of_a_body_is_told(ask: Ask):
         "heigth: not a",
     ):
         assert said in error["message"]
+    assert "image: missing" in error["message"]
     error = ask(GENERATIONS, {"prompt": "a", "num_inference_steps": 7, "guidance_scale": 2, "size": "65x1"})
     for said in ("num_inference_steps=7: ", "guidance_scale=2", "size=65x1: "):
         assert said in error["message"]
@@ -212,7 +216,8 @@ def test_references_are_called_as_the_call_calls_them(ask: Ask):
         (GENERATIONS, b"", "application/json", "The body must be a JSON object"),
         (GENERATIONS, b"[]", "application/json", "The body must be a JSON object"),
         (GENERATIONS, b'{"prompt": "a"}', "text/plain", "The body must be a JSON object"),
-        (EDITS, b'{"prompt": "a"}', "application/json", "this call takes a form. Say multipart/form-data"),
+        (EDITS, b'{"prompt": "a"}', "application/json", "takes a form with files. Say multipart/form-data"),
+        (EDITS, b"prompt=a", "application/x-www-form-urlencoded", "takes a form with files. Say multipart"),
         (EDITS, form(prompt="a"), "multipart/form-data", "The form cannot be read: Missing boundary"),
         (EDITS, form(**{f"k{n}": "v" for n in range(99)}), FORM, "The form cannot be read: Too many"),
         ("/v1/nothing", b"", "application/json", "No such address."),
@@ -221,6 +226,25 @@ def test_references_are_called_as_the_call_calls_them(ask: Ask):
 )
 def test_a_body_of_another_kind_says_what_is_taken(ask: Ask, path, body, kind, said):
     assert said in ask(path, body, kind=kind)["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "param"),
+    [
+        (form("image", "mask", prompt="a"), "mask: these models take none. Describe the change", "mask"),
+        (form("images", prompt="a"), "images: not a file that is taken; image and image[] are.", "images"),
+        (form("prompt", "image"), "prompt: text is needed, not a file.", "prompt"),
+        (form(prompt="a", image="data:,"), "image: a file is needed, not text.", "image"),
+        (form("image", prompt="a", model="b")[:-7] + form(model="c"), "model: given twice.", "model"),
+        (form("mask", heigth="3"), "heigth: not a field of this call.", "prompt"),
+        (form("image", prompt="a"), "reference 1: not an image in a known format.", "image"),
+    ],
+)
+def test_what_is_wrong_with_a_form_is_named(ask: Ask, body, said, param):
+    error = ask(EDITS, body, kind=FORM)
+    assert said in error["message"]
+    assert error["param"] == param
+    assert ask(EDITS, body, kind=FORM.title().replace("Boundary=X", "boundary=x")) == error
 
 
 def test_what_stands_in_the_address_is_named(ask: Ask):
@@ -251,6 +275,6 @@ def refusal(body: type[BaseModel], values: dict[str, Any]) -> Error | None:
     try:
         body.model_validate(values)
     except ValidationError as found:
-        error: Error = refused_body(found.errors(), body).body["error"]
+        error: Error = refused(problems_of(found.errors(), body)).body["error"]
         return error
     return None
