@@ -47,12 +47,13 @@ def named_machines() -> dict[str, Path]:
 
 def _find(ref: str | Path) -> Path:
     """The file that a path or a name means. Raises UserError that lists the names."""
-    named = named_machines()
-    if kind_of(Path(ref)) != "missing":
+    named, kind = named_machines(), kind_of(Path(ref))
+    if kind not in ("missing", "folder"):
         return Path(ref)
     if str(ref) not in named:
         hint = near(str(ref), list(named), most=len(named)) if named else ""
-        raise UserError(f"machine {ref}: neither a file nor a machine's name.{hint} {_way_out()}")
+        what = "neither a file nor a machine's name" if kind == "missing" else "a folder, not a file"
+        raise UserError(f"machine {str(ref)!r}: {what}.{hint} {_way_out()}")
     return named[str(ref)]
 
 

@@ -319,7 +319,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> list[Mistake]:
 def _explain(error: ValidationError, document: Document, overrides: Mapping[str, Any]) -> list[Mistake]:
     found: dict[str, Mistake] = {}
     for item in error.errors(include_url=False):
-        key = ".".join(str(part) for part in item["loc"])
+        key = ".".join(place_of(item, Recipe)[0])
         by_flag = any(
             key == flag or key.startswith(f"{flag}.") or flag.startswith(f"{key}.") for flag in overrides
         )
@@ -332,7 +332,8 @@ def _why(key: str, item: Any) -> str:
     """The rule that a value breaks, in our words: what was asked, the rule, the way out."""
     if item["type"] == "missing" and key == "model":
         return "missing. Every recipe says it, for example `model: h3-mini`"
-    quotes = "; put it in quotes" if item["type"] == "string_type" else ""
+    quoted = item["type"] == "string_type" and item["input"] is not None
+    quotes = "; put it in quotes" if quoted else ""
     return why_refused(item, place_of(item, Recipe)[1]) + quotes
 
 

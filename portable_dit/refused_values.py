@@ -33,6 +33,7 @@ RULES = {
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
+    "path_type": "must be a path",
     "string_unicode": "holds half a character, and must be whole text",
     "string_too_long": "must have at most {max_length} characters",
     "list_type": "must be a list",
@@ -105,15 +106,17 @@ def place_of(item: Mapping[str, Any], body: type | None) -> tuple[list[str], typ
     among pydantic's names and are no fields.
     """
     names: list[str] = []
-    section, inner, by_key = body, body, False
+    section, within, by_key = body, body, False
     for part in item["loc"]:
         if by_key and isinstance(part, str):
             by_key = False
         elif isinstance(part, str):
-            section = inner
+            if body is not None and within is None:
+                break  # inside something whose fields are not known
+            section = within
             if section is not None and part not in fields_of(section) and item["type"] not in UNKNOWN:
                 break
-            inner, by_key = (None, False) if section is None else inside(section, part)
+            within, by_key = (None, False) if section is None else inside(section, part)
         names.append(str(part))
     return names, section
 

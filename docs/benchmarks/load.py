@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from portable_dit.host import ask_for_huge_pages
 from portable_dit.models.spec import TensorSource
 from portable_dit.plugins import select_backend
 from portable_dit.quantize import quantize
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     args = parser.parse_args()
+    ask_for_huge_pages()  # as every engine does before it loads
     count = max(1, round(args.gb * 1e9 / (2 * ROWS * COLUMNS)))
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)

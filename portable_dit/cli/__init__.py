@@ -46,6 +46,9 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             tell("interrupted")
             raise typer.Exit(INTERRUPTED) from None
+        except typer.BadParameter as error:
+            error.message = _in_our_words(error)
+            raise
         except PortableDitError as error:
             if ctx.params.get("debug"):
                 raise
@@ -62,6 +65,16 @@ class Commands(TyperGroup):
             _silence_stdout()
             tell(f"error: stdout cannot be written ({error.strerror}). What was drawn is in its files.")
             raise typer.Exit(1) from None
+
+
+def _in_our_words(error: typer.BadParameter) -> str:
+    """What an option was given and the rule that it breaks; newer typers tell what pydantic says."""
+    from pydantic import ValidationError
+
+    from portable_dit.refused_values import why_refused
+
+    cause = error.__cause__
+    return why_refused(cause.errors()[0]) if isinstance(cause, ValidationError) else error.message
 
 
 def _silence_stdout() -> None:

@@ -68,7 +68,7 @@ def bench(
                 size,
                 num_images,
             ),
-            concurrency=_counts(concurrency or "1"),
+            concurrency=_counts("1" if concurrency is None else concurrency),
             requests=requests,
             warmup=warmup,
             prices=prices,
@@ -153,12 +153,14 @@ def _bench_server(
     if plot is not None:
         check_writable(plot)
 
+    def begin() -> None:
+        if not quiet:
+            typer.echo(_row(*(name for name, _ in SERVER_COLUMNS)))
+
     def show(point: Point) -> None:
         if not quiet:
             typer.echo(_row(*(read(point) for _, read in SERVER_COLUMNS)))
 
-    if not quiet:
-        typer.echo(_row(*(name for name, _ in SERVER_COLUMNS)))
     report = bench_server(
         Client.of(url),
         job,
@@ -166,6 +168,7 @@ def _bench_server(
         requests=requests,
         warmup=warmup,
         prices=money,
+        on_begin=begin,
         on_point=show,
     )
     for error in report.errors:

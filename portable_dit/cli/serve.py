@@ -13,6 +13,9 @@ from portable_dit.cli.terminal import tell
 from portable_dit.errors import UserError
 
 MIB = 2**20
+MOST_SECONDS = 7 * 24 * 3600.0
+MOST_HOURS = 10 * 365 * 24.0
+TRACE = Path("portable-dit-trace.json")
 
 
 @recipe_flags
@@ -32,9 +35,13 @@ def serve(
     max_pixels: Annotated[
         int | None, typer.Option(min=1, help="Pixels of one picture; else what the model draws.")
     ] = None,
-    max_body_mib: Annotated[int, typer.Option(min=1, help="Size of a request's body.")] = 96,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds from acceptance to the answer.")] = 900.0,
-    keep_hours: Annotated[float, typer.Option(min=0.0, help="How long pictures of jobs are kept.")] = 24.0,
+    max_body_mib: Annotated[int, typer.Option(min=1, max=65_536, help="Size of a request's body.")] = 96,
+    deadline: Annotated[
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds from acceptance to the answer.")
+    ] = 900.0,
+    keep_hours: Annotated[
+        float, typer.Option(min=0.0, max=MOST_HOURS, help="How long pictures of jobs are kept.")
+    ] = 24.0,
     allow_image_host: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST", help="Fetch references from it; also *.domain or a network."),
@@ -49,8 +56,11 @@ def serve(
         bool, typer.Option(help="Log the time of each part of the model, and write a Chrome trace.")
     ] = False,
     profile: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the profiler writes its trace.")
-    ] = Path("portable-dit-trace.json"),
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where the profiler writes its trace; else portable-dit-trace.json."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option(help="Do not log every request.")] = False,
     strict: StrictFlag = False,
 ) -> None:
@@ -62,13 +72,24 @@ def serve(
             f"serve: needs the package {error.name}, which is not installed. "
             "Type: pip install 'portable-dit[serve]'"
         ) from error
-    from portable_dit.server.settings import Limits, Settings, default_jobs_file, read_keys
+    from portable_dit.server.settings import (
+        Limits,
+        Settings,
+        check_host,
+        check_origin,
+        default_jobs_file,
+        read_keys,
+    )
 
     recipe = wish.load()
     if recipe.executor == "torchrun":
         raise UserError(
             "executor=torchrun: the server starts its own processes, and torchrun would start many servers. "
             "Use --distributed-executor-backend mp, or ray for several hosts."
+        )
+    if profile is not None and not enable_diffusion_pipeline_profiler:
+        raise UserError(
+            f"--profile {profile}: says where a trace goes. Say --enable-diffusion-pipeline-profiler too."
         )
     limits = Limits(
         body_bytes=max_body_mib * MIB,
@@ -85,11 +106,11 @@ def serve(
         keys=read_keys(api_key_file),
         limits=limits,
         keep_seconds=keep_hours * 3600,
-        image_hosts=tuple(allow_image_host or ()),
-        allowed_hosts=tuple(name.lower() for name in allowed_host or ()),
-        cors_origins=tuple(cors_origin or ()),
+        image_hosts=tuple(check_host(name, "--allow-image-host") for name in allow_image_host or ()),
+        allowed_hosts=tuple(check_host(name, "--allowed-host") for name in allowed_host or ()),
+        cors_origins=tuple(check_origin(site) for site in cors_origin or ()),
         strict=strict,
-        profile=profile if enable_diffusion_pipeline_profiler else None,
+        profile=(profile or TRACE) if enable_diffusion_pipeline_profiler else None,
     )
     if not settings.is_loopback and not settings.keys:
         tell(f"note: {host} can be reached from other machines, and without --api-key-file anybody may draw.")

@@ -69,7 +69,7 @@ def init(
     json: JsonFlag = False,
 ) -> None:
     """Write a checkpoint of random weights in the exact layout of the real one."""
-    from portable_dit.errors import WeightsError, near
+    from portable_dit.errors import OutputError, WeightsError, near
 
     maker = RANDOM_CHECKPOINTS.get(model)
     if maker is None:
@@ -88,7 +88,10 @@ def init(
     elif output is None:
         raise WeightsError("-o: missing. Name a new or empty folder, or say --dry-run to see its files.")
     else:
-        files = module.write_random(output, config=config, dialect=dialect, seed=seed, on_file=show)
+        try:
+            files = module.write_random(output, config=config, dialect=dialect, seed=seed, on_file=show)
+        except OSError as error:
+            raise OutputError(f"-o {output}: cannot be written ({error.strerror}). Name another.") from error
     if json:
         tensors = [
             {

@@ -116,13 +116,18 @@ def bench_server(
     requests: int,
     warmup: int = 1,
     prices: Prices | None = None,
+    on_begin: Callable[[], None] = lambda: None,
     on_point: Callable[[Point], None] = lambda point: None,
 ) -> ServerReport:
-    """Measures each number of clients with so many requests, after `warmup` requests for each client."""
+    """Measures each number of clients with so many requests, after `warmup` requests for each client.
+
+    on_begin: told that the server is there and can draw. on_point: told each measurement.
+    """
     info = client.get("/server_info")
     (worker, *_) = info["workers"]
     if "plan" not in worker:
         raise ServerError(f"{client.url}: no worker has loaded yet. Wait until /ready answers 200.")
+    on_begin()
     seeds = itertools.count()
     errors: list[str] = []
     points = []

@@ -68,6 +68,12 @@ def _bound(settings: Settings) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
+    except socket.gaierror as error:
+        listening.close()
+        raise UserError(
+            f"--host {host}: no address of this machine ({error.strerror}). Say 127.0.0.1 for this machine "
+            "alone, or 0.0.0.0 for all that reach it."
+        ) from error
     except OSError as error:
         listening.close()
         raise UserError(

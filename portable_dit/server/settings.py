@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from portable_dit.errors import UserError
 
@@ -66,6 +69,43 @@ class Settings:
     @property
     def is_loopback(self) -> bool:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
+
+
+def check_host(name: str, flag: str) -> str:
+    """A host's name, *.domain, address or network, in small letters. Raises UserError for anything else."""
+    if _is_network(name) and (flag == "--allow-image-host" or "/" not in name):
+        return name.lower()
+    if HOST.fullmatch(name) is None or (name.startswith("*.") and flag == "--allowed-host"):
+        more = "" if flag == "--allowed-host" else ", *.example.com or a network such as 10.0.0.0/8"
+        raise UserError(f"{flag} {name}: not a host. Say its name alone, as in pictures.example.com{more}.")
+    return name.lower()
+
+
+def _is_network(name: str) -> bool:
+    try:
+        ipaddress.ip_network(name)
+    except ValueError:
+        return False
+    return True
+
+
+def check_origin(site: str) -> str:
+    """An origin as browsers say it. Raises UserError for anything else."""
+    try:
+        parts = urlsplit(site)
+        whole = (
+            parts.scheme in ("http", "https") and parts.netloc and site == f"{parts.scheme}://{parts.netloc}"
+        )
+    except ValueError:
+        whole = False
+    if not whole:
+        raise UserError(
+            f"--cors-origin {site}: not an origin. Say scheme and host, as in https://example.com."
+        )
+    return site.lower()
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) -> frozenset[str]:

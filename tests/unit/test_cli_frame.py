@@ -287,3 +287,42 @@ def test_python_m_is_the_command():
     )
     assert done.stdout.startswith("portable-dit ")
     assert isinstance(app, typer.Typer)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan --image-count -1", "'--image-count': '-1' must be at least 0"),
+        ("bench -n 200", "'200' must be at most 128"),
+        ("run -p a --seed 1e3", "'--seed': '1e3' must be a whole number"),
+        ("run -p a --guidance-scale much", "'much' must be a number"),
+        ("serve --port 99999", "'99999' must be at most 65535"),
+        ("serve --keep-hours inf", "'inf' must be at most 87600"),
+        ("serve --deadline nan", "'nan' must be at"),
+        ("serve --max-body-mib 99999999", "must be at most 65536"),
+    ],
+)
+def test_an_option_that_is_wrong_is_told_in_our_words(cli, words, said):
+    done = cli(*words.split())
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+    assert "Input should" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("serve --profile x.json", "Say --enable-diffusion-pipeline-profiler too"),
+        ("serve --allow-image-host http://x", "--allow-image-host http://x: not a host"),
+        ("serve --cors-origin *", "--cors-origin *: not an origin"),
+        ("serve --host 300.1.1.1 --port 0 --jobs jobs", "--host 300.1.1.1: no address of this machine"),
+        ("weights init -o /proc/x", "-o /proc/x: cannot be written"),
+        ("plan --set model=", "model: null must be text (given as a flag)"),
+        ("plan --machine /tmp", "machine '/tmp': a folder, not a file. Known: a100-80gb"),
+    ],
+)
+def test_a_flag_that_could_not_work_is_refused_with_the_way_out(cli, words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = cli(*words.split())
+    assert done.exit_code == 2
+    assert said in done.stderr

@@ -258,6 +258,7 @@ def test_memory_may_be_written_with_an_exponent(tmp_path):
         tmp_path, "model: a\ngraphs: {memory_gib: 1e9}\n"
     )
     assert "inf must be a finite number" in mistakes(tmp_path, "model: a\ngraphs: {memory_gib: 1e999}\n")
+    assert "measured.b: nan must be a finite" in mistakes(tmp_path, "model: a\nmeasured: {b: {c: .nan}}\n")
     assert "a number of 5,000 digits" in mistakes(tmp_path, f"model: a\nbatch: {'9' * 5000}\n")
 
 

@@ -20,7 +20,7 @@ from portable_dit.server.images import preview_steps
 from portable_dit.server.job_store import JobStore
 from portable_dit.server.messages import Draw, PictureFile
 from portable_dit.server.profiler import Profiler
-from portable_dit.server.settings import Settings, default_jobs_file, read_keys
+from portable_dit.server.settings import Settings, check_host, check_origin, default_jobs_file, read_keys
 from portable_dit.server.worker import Worker
 
 
@@ -209,3 +209,37 @@ def test_who_waits_for_a_replica_that_draws_has_not_stalled():
         assert 5 <= worker.quiet_seconds() < 10, "it should have begun when the other ended"
         worker.idle_since = 0.0
         assert worker.quiet_seconds() >= 1000, "nothing is drawn that it could wait for"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.example.com", "LOCALHOST", "*.example.com", "10.0.0.0/8", "::1", "fd00::/8", "127.0.0.1", "a_b"],
+)
+def test_a_host_to_fetch_from_is_a_name_a_domain_or_a_network(name):
+    assert check_host(name, "--allow-image-host") == name.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("http://x", "--allow-image-host"),
+        ("x:80", "--allow-image-host"),
+        ("*", "--allow-image-host"),
+        ("10.0.0.1/8", "--allow-image-host"),
+        ("", "--allow-image-host"),
+        ("*.example.com", "--allowed-host"),
+        ("10.0.0.0/8", "--allowed-host"),
+        ("x:80", "--allowed-host"),
+    ],
+)
+def test_what_could_never_be_a_host_is_refused(name, flag):
+    with pytest.raises(UserError, match=f"{flag} .*: not a host. Say its name alone"):
+        check_host(name, flag)
+
+
+def test_an_origin_is_what_a_browser_says():
+    for site in ("https://example.com", "http://127.0.0.1:8080", "https://[::1]:1"):
+        assert check_origin(site) == site
+    for site in ("*", "example.com", "https://example.com/", "ftp://a", "https://", "http://[::1"):
+        with pytest.raises(UserError, match="not an origin"):
+            check_origin(site)
