@@ -49,7 +49,10 @@ RULES = {
 
 def shown(value: object) -> str:
     """A value as JSON and YAML write it, cut where it is long."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    try:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    except ValueError:  # Python writes no number of over 4,300 digits
+        text = "a number of very many digits"
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from portable_dit.errors import OutputError, RequestError, UserError, at_most, near
 from portable_dit.image import FORMATS, format_of
 from portable_dit.paths import read_at_most
+from portable_dit.refused_values import shown
 from portable_dit.request import Request, parse_size
 from portable_dit.result import with_number
 
@@ -25,22 +26,27 @@ LINE_END = re.compile(r"\r\n|\n|\r")  # str.splitlines would also cut JSON text 
 JSON_LINES = (".jsonl", ".ndjson")
 STREAMS = ("-", "/dev/stdout", "/dev/stderr", "/dev/fd/1", "/dev/fd/2")
 
+Kind = tuple[tuple[type, ...], str]
+TEXT: Kind = (str,), "text"
+WHOLE: Kind = (int,), "a whole number"
+NUMBER: Kind = (int, float), "a number"
+LIST: Kind = (list,), "a list"
 # Keys of a JSONL line, and the type of each. The field's longer names are understood too.
-KEYS: dict[str, tuple[type, ...]] = {
-    "prompt": (str,),
-    "size": (str,),
-    "aspect_ratio": (str,),
-    "resolution": (str,),
-    "steps": (int,),
-    "guidance_scale": (int, float),
-    "guidance_rescale": (int, float),
-    "use_system_prompt": (str,),
-    "system_prompt": (str,),
-    "seed": (int,),
-    "images": (int,),
-    "references": (list,),
-    "output": (str,),
-    "format": (str,),
+KEYS = {
+    "prompt": TEXT,
+    "size": TEXT,
+    "aspect_ratio": TEXT,
+    "resolution": TEXT,
+    "steps": WHOLE,
+    "guidance_scale": NUMBER,
+    "guidance_rescale": NUMBER,
+    "use_system_prompt": TEXT,
+    "system_prompt": TEXT,
+    "seed": WHOLE,
+    "images": WHOLE,
+    "references": LIST,
+    "output": TEXT,
+    "format": TEXT,
 }
 OTHER_NAMES = {"num_inference_steps": "steps", "n": "images", "image": "references"}
 
@@ -157,8 +163,9 @@ def _line_keys(line: str) -> dict[str, Any] | str:
     for key, value in keys.items():
         if key not in KEYS:
             return f"key {key!r} is not known.{near(key, tuple(KEYS))}"
-        if not isinstance(value, KEYS[key]) or isinstance(value, bool):
-            return f"{key}: {value!r} must be {' or '.join(kind.__name__ for kind in KEYS[key])}."
+        types, kind = KEYS[key]
+        if not isinstance(value, types) or isinstance(value, bool):
+            return f"{key}: {shown(value)} must be {kind}."
     if not all(isinstance(name, str) for name in keys.get("references", ())):
         return "references: a list of file names."
     return keys if "prompt" in keys else "prompt is missing."

@@ -26,12 +26,13 @@ from portable_dit.server.answers import (
 from portable_dit.server.images import Serving
 from portable_dit.server.references import bytes_of
 from portable_dit.server.refusal import ApiError
+from portable_dit.server.routes import OnceRoute
 from portable_dit.server.schema import Chat, ChatExtra, Part
 from portable_dit.server.service import KEEPALIVE_SECONDS, Service
 from portable_dit.server.ticket import Ticket
 from portable_dit.server.wording import problems_of, refused
 
-router = APIRouter(tags=["chat"])
+router = APIRouter(tags=["chat"], route_class=OnceRoute)
 SYSTEM_ROLES = ("system", "developer")
 LANGUAGE_FIELDS = ("temperature", "top_p", "max_tokens", "max_completion_tokens")
 

@@ -23,11 +23,12 @@ from portable_dit.server.answers import (
 )
 from portable_dit.server.forms import edit_of, read_form
 from portable_dit.server.messages import PictureFile, Stepped
+from portable_dit.server.routes import OnceRoute
 from portable_dit.server.schema import Edit, Generation, ImageWish
 from portable_dit.server.service import Service, watch
 from portable_dit.server.ticket import Ticket, cancelled
 
-router = APIRouter(tags=["images"])
+router = APIRouter(tags=["images"], route_class=OnceRoute)
 DEFAULT_QUALITY = 92
 
 

@@ -18,11 +18,12 @@ from portable_dit.server.images import DEFAULT_QUALITY, Serving, picture_url
 from portable_dit.server.job_store import StoredJob
 from portable_dit.server.references import bytes_of
 from portable_dit.server.refusal import ApiError, error_body
+from portable_dit.server.routes import OnceRoute
 from portable_dit.server.schema import JobWish, LatestJobs
 from portable_dit.server.service import Service, watch
 from portable_dit.server.ticket import Ticket, cancelled
 
-router = APIRouter(tags=["jobs"])
+router = APIRouter(tags=["jobs"], route_class=OnceRoute)
 STORE_SECONDS = 5.0
 
 

@@ -76,7 +76,7 @@ class Replica:
         self.current: dict[str, Ticket] = {}
         self._drawn: dict[
             tuple[str, ...], tuple[list[Ticket], float]
-        ] = {}  # since when, by place that is taken
+        ] = {}  # when it was given, by place that is taken
         self._batch = 1
         self._answered = 0.0
         self._loaded = False
@@ -180,8 +180,9 @@ class Replica:
             self.on_fatal(message)
         elif isinstance(message, Free):
             self._free.release()
-            tickets, started = self._drawn.pop(message.ids)
-            self.queue.measured(tickets, time.monotonic() - started)
+            tickets, given = self._drawn.pop(message.ids)
+            begun = min((ticket.started for ticket in tickets if ticket.started is not None), default=given)
+            self.queue.measured(tickets, time.monotonic() - begun)
         elif (ticket := self.current.get(message.id)) is not None:
             self._hear_of(ticket, message)
 

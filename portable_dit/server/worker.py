@@ -153,8 +153,8 @@ class Worker:
     def tell(self, message: Draw, order: Order, event: Event) -> None:
         if isinstance(event, Queued):
             return
-        self.waiting.pop(message, None)
         self.moved[message] = time.monotonic()
+        self.waiting.pop(message, None)
         if isinstance(event, Started):
             self.encode(order, self.send, Begun(order.id))
         elif isinstance(event, EngineStep):

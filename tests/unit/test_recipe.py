@@ -259,6 +259,8 @@ def test_memory_may_be_written_with_an_exponent(tmp_path):
     )
     assert "inf must be a finite number" in mistakes(tmp_path, "model: a\ngraphs: {memory_gib: 1e999}\n")
     assert "measured.b: nan must be a finite" in mistakes(tmp_path, "model: a\nmeasured: {b: {c: .nan}}\n")
+    with pytest.raises(RecipeError, match="batch: a number of very many digits must be at most 64"):
+        make_recipe({"model": "a", "batch": 10**5000})
     assert "a number of 5,000 digits" in mistakes(tmp_path, f"model: a\nbatch: {'9' * 5000}\n")
 
 

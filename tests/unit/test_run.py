@@ -123,7 +123,7 @@ def test_every_wrong_line_is_named_and_nothing_is_drawn(run, tmp_path):
     result = run("--prompts", prompts, "-o", tmp_path / "p.png")
     assert result.exit_code == 2
     for words in (
-        "prompts.jsonl:2: prompt: 5 must be str",
+        "prompts.jsonl:2: prompt: 5 must be text",
         "prompts.jsonl:3: key 'promt' is not known. Did you mean 'prompt'?",
         "prompts.jsonl:4: size=big",
         "prompts.jsonl:5: not JSON",

@@ -213,6 +213,18 @@ def test_references_are_called_as_the_call_calls_them(ask: Ask):
     ("path", "body", "kind", "said"),
     [
         (GENERATIONS, b"{", "application/json", "The body is not JSON ("),
+        (
+            JOBS,
+            b'{"prompt": "a", "n": 1, "prompt": "b"}',
+            "application/json",
+            "the key 'prompt' is said twice",
+        ),
+        (
+            CHAT,
+            b'{"messages": [{"role": "user", "role": "user"}]}',
+            "application/json",
+            "'role' is said twice",
+        ),
         (GENERATIONS, b"", "application/json", "The body must be a JSON object"),
         (GENERATIONS, b"[]", "application/json", "The body must be a JSON object"),
         (GENERATIONS, b'{"prompt": "a"}', "text/plain", "The body must be a JSON object"),
