@@ -7,6 +7,7 @@ Letters: H W pixels.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
@@ -17,14 +18,24 @@ from typing import Any
 
 from portable_dit import __version__
 from portable_dit.backend import is_short_of_memory
-from portable_dit.errors import BackendError, CancelledError, DeviceMemoryError, PortableDitError
+from portable_dit.errors import (
+    BackendError,
+    CancelledError,
+    DeviceMemoryError,
+    PortableDitError,
+    RequestError,
+)
+from portable_dit.footprint import resting
 from portable_dit.image import encode
 from portable_dit.loaded import LoadedModel
 from portable_dit.loading import Setup
 from portable_dit.models.spec import COMPONENTS
+from portable_dit.plan import Plan
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import STAGES, Drawn, Event, Finished, Outcome, Picture, Result, Started
 
+# How torch's allocators and numpy's word it, behind what a vendor says.
+ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.,]+ ?\w+)", re.IGNORECASE)
 KEPT = "prompt: its text states were kept from an earlier request (prompt_cache_mib)"
 
 
@@ -88,7 +99,8 @@ class Drawing:
         """
         note = f"batch: drawn one at a time, since {objection}"
         if self.setup.strict and self.request.images > 1:
-            self.fail(BackendError(f"strict: {note}. Say batch=1, or one image a request."))
+            problem = f"strict: {note}. Say batch=1, or one image a request."
+            self.fail(RequestError(problem, [("images", problem)]))
         else:
             self.changes.append(note)
 
@@ -240,32 +252,41 @@ def _timed_encode(picture: Picture, format: str) -> tuple[bytes, float]:
 
 @contextmanager
 def memory_explained(setup: Setup, stage: str, size: str) -> Iterator[None]:
-    """Turns "out of memory" of torch or the system into what was resident and which key would make room."""
+    """Turns "out of memory" of torch or the system into what was resident, what was asked for, and which key
+    would make room.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_short_of_memory(error) or isinstance(error, PortableDitError):
             raise
         plan, memory = setup.plan, setup.backend.memory(setup.device)
-        resident = ", ".join(
-            f"{name} {plan.bytes.components[name].weights / 2**20:,.0f} MiB" for name in COMPONENTS
-        )
-        captured = setup.backend.graph_bytes(setup.device)
-        if captured:
-            resident += f". Captured calls: {captured / 2**20:,.0f} MiB"
-        free = (
-            ""
-            if memory is None
-            else f" {memory[0] / 2**20:,.0f} of {memory[1] / 2**20:,.0f} MiB are free now."
-        )
-        advice = "Draw a smaller picture, or stop other programs on the device."
+        said = f"{plan.model}{size}: out of memory during {stage} on {plan.device}."
+        if asked := ASKED.search(str(error)):
+            said += f" {asked[1]} more were asked for."
+        if memory is not None:
+            said += f" {memory[0] / 2**20:,.0f} of {memory[1] / 2**20:,.0f} MiB are free now."
+        said += f" Weights: {', '.join(_weights_of(plan, name) for name in COMPONENTS)}."
+        if captured := setup.backend.graph_bytes(setup.device):
+            said += f" Captured calls: {captured / 2**20:,.0f} MiB."
+        said += " Draw a smaller picture, or stop other programs on the device."
         if plan.offload.resident_blocks:
             fewer = plan.offload.resident_blocks // 2
-            advice += f" Or keep fewer blocks on the device with --set offload.resident_blocks={fewer}."
+            said += f" Or keep fewer blocks on the device with --set offload.resident_blocks={fewer}."
         elif plan.offload.dit != "layerwise" and not setup.capabilities.host_shares_memory:
             moved = "--set offload.text_encoder=component --set offload.dit=layerwise"
-            advice += f" Or move weights to the host with {moved}."
-        raise DeviceMemoryError(
-            f"{plan.model}{size}: out of memory during {stage} on {plan.device}. Weights: {resident}.{free} "
-            f"{advice}"
-        ) from error
+            said += f" Or move weights to the host with {moved}."
+        raise DeviceMemoryError(said) from error
+
+
+def _weights_of(plan: Plan, name: str) -> str:
+    """What a component has on the device while it works, and of how much."""
+    size = plan.bytes.components[name]
+    here, whole = (b / 2**20 for b in (resting(name, size, plan.offload, stage=name), size.weights))
+    match plan.offload.of(name):
+        case "none":
+            return f"{name} {whole:,.0f} MiB"
+        case "component":
+            return f"{name} {whole:,.0f} MiB while it works"
+        case _:
+            return f"{name} {here:,.0f} of {whole:,.0f} MiB"

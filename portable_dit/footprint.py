@@ -114,8 +114,8 @@ def measure_footprint(
     pictures = 3 * workload.width * workload.height * max(workload.images, workload.batch)
     stages = {"load": runtime + sum(_loading(components[n], n, offload, shared=shared) for n in COMPONENTS)}
     for stage in COMPONENTS:
-        resting = sum(_resting(name, components[name], offload, stage=stage) for name in COMPONENTS)
-        stages[stage] = runtime + resting + components[stage].activations + extra.get(stage, 0)
+        held = sum(resting(name, components[name], offload, stage=stage) for name in COMPONENTS)
+        stages[stage] = runtime + held + components[stage].activations + extra.get(stage, 0)
     away = sum(_away(name, components[name], offload) for name in COMPONENTS)
     loading = sum(components[name].loading for name in COMPONENTS)
     if shared:  # the plan moves nothing then, so `away` is 0
@@ -169,8 +169,8 @@ def _resident_blocks(name: str, size: Bytes, offload: Offload) -> int:
     return min(offload.resident_blocks if name == "dit" else 0, size.num_blocks)
 
 
-def _resting(name: str, size: Bytes, offload: Offload, *, stage: str) -> int:
-    """Weights of a component that lie on the device during a stage."""
+def resting(name: str, size: Bytes, offload: Offload, *, stage: str) -> int:
+    """Bytes of a component's weights that lie on the device during a stage, which has a component's name."""
     placement = offload.of(name)
     if placement == "none":
         return size.weights
@@ -187,7 +187,7 @@ def _loading(size: Bytes, name: str, offload: Offload, *, shared: bool) -> int:
     What is dropped then waits on the host, and visits block by block.
     """
     visiting = size.loading if shared else -(-size.loading // max(size.num_blocks, 1))
-    return _resting(name, size, offload, stage="load") + visiting
+    return resting(name, size, offload, stage="load") + visiting
 
 
 def _away(name: str, size: Bytes, offload: Offload) -> int:

@@ -90,14 +90,15 @@ class Setup:
     def require_fit(self, request: ResolvedRequest) -> None:
         """Raises DoesNotFitError when this request needs more memory than there is.
 
-        Strict, RecipeError when its images do not fit side by side as the recipe wants them.
+        Strict, RequestError when its images do not fit side by side as the recipe wants them.
         """
         plan = self.plan_of(request)
         _require_fit(plan)
         wanted, fits = min(self.recipe.batch, request.images), plan.workload.batch
         if self.strict and fits < wanted:
             at = f"{request.width}x{request.height}"
-            raise RecipeError(f"strict: batch={wanted}: {fits} of {at} fit side by side. Say batch={fits}.")
+            problem = f"strict: batch={wanted}: {fits} of {at} fit side by side. Say batch={fits}."
+            raise RequestError(problem, [("images", problem)])
 
     def plan_of(self, request: ResolvedRequest) -> Plan:
         """The plan as it is for this request, whose memory may differ from that of the default picture."""

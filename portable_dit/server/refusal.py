@@ -14,7 +14,6 @@ from portable_dit.errors import (
     PortableDitError,
     RankError,
     RequestError,
-    UserError,
 )
 from portable_dit.request import listed
 
@@ -85,7 +84,7 @@ def refusal_of(error: PortableDitError, names: Mapping[str, str] = FIELDS) -> Ap
     """The answer for one of our own errors. names: of a request's fields, where the call has others."""
     if isinstance(error, RequestError) and error.problems:
         return _refused_fields(error.problems, names)
-    if isinstance(error, UserError):
+    if isinstance(error, RequestError | DoesNotFitError):
         return ApiError(400, str(error), param="size" if isinstance(error, DoesNotFitError) else None)
     if isinstance(error, CancelledError):
         return ApiError(409, str(error), code="cancelled")

@@ -9,7 +9,7 @@ import pytest
 
 from portable_dit.batches import FIRST_PAUSE, LONGEST_PAUSE, Batches
 from portable_dit.engine import Engine
-from portable_dit.errors import BackendError, CancelledError, RecipeError
+from portable_dit.errors import CancelledError, RequestError
 from portable_dit.loading import set_up
 from portable_dit.recipe import load_recipe
 from portable_dit.request import Request
@@ -68,14 +68,14 @@ def test_strict_a_batch_that_would_be_drawn_one_at_a_time_is_refused(tiny_recipe
     with Engine.load(tiny_recipe, {"batch": 2}, strict=True) as engine:
         memory = ShortOfMemory(engine)
         two, one, other = engine.generate_all([TWO, replace(TWO, images=1), replace(TWO, images=1, seed=9)])
-        assert isinstance(two, BackendError)
+        assert isinstance(two, RequestError)
         assert str(two).startswith(
             "strict: batch: drawn one at a time, since memory was short for 2 at once."
         )
         assert batches(one) == batches(other) == [(1, 2)], "who asked for one has it, whoever stood beside"
         memory.short = False
         for _ in range(FIRST_PAUSE - 1):  # the two others have made up one
-            with pytest.raises(BackendError, match="strict: batch: "):
+            with pytest.raises(RequestError, match="strict: batch: "):
                 engine.generate(TWO)
         assert batches(engine.generate(TWO)) == [(2, 2)] * 2
 
@@ -85,7 +85,7 @@ def test_strict_a_batch_that_does_not_fit_is_refused_before_it_is_loaded(tiny_re
     plan = setup.plan
     setup = replace(setup, plan=replace(plan, workload=replace(plan.workload, width=96, height=64, batch=2)))
     for images, wanted in ((4, 4), (3, 3)):
-        with pytest.raises(RecipeError, match=f"strict: batch={wanted}: 2 of 96x64 fit side by side"):
+        with pytest.raises(RequestError, match=f"strict: batch={wanted}: 2 of 96x64 fit side by side"):
             setup.resolve(Request("a red apple", size=(96, 64), images=images))
     for images in (1, 2):
         assert setup.resolve(Request("a red apple", size=(96, 64), images=images)).images == images

@@ -269,6 +269,10 @@ def test_out_of_memory_names_the_key_that_makes_room_from_where_it_is(tiny_recip
     keys = {f"offload.{key}": value for key, value in offload.items()}
     setup = set_up(tiny_recipe, {"device.backend": "apart", **keys})
     with pytest.raises(DeviceMemoryError) as said, memory_explained(setup, "denoise", " at 64x64"):
-        raise torch.OutOfMemoryError("the device is out of memory")
+        raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total")
     assert (advice or "stop other programs on the device.") in str(said.value)
+    assert "2.50 GiB more were asked for." in str(said.value)
+    whole = setup.plan.bytes.components["dit"].weights / 2**20
+    streamed = f"of {whole:,.0f} MiB" in str(said.value)
+    assert streamed == ("dit" in offload)
     assert ("--set" in str(said.value)) == (advice is not None)

@@ -11,9 +11,19 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from portable_dit.errors import (
+    CancelledError,
+    DeviceMemoryError,
+    DoesNotFitError,
+    RankError,
+    RecipeError,
+    RequestError,
+    WeightsError,
+)
 from portable_dit.recipe import load_recipe
 from portable_dit.server import schema
 from portable_dit.server.app import create_app
+from portable_dit.server.refusal import refusal_of
 from portable_dit.server.settings import Limits, Settings
 from portable_dit.server.wording import problems_of, refused
 
@@ -290,3 +300,34 @@ def refusal(body: type[BaseModel], values: dict[str, Any]) -> Error | None:
         error: Error = refused(problems_of(found.errors(), body)).body["error"]
         return error
     return None
+
+
+def test_only_what_the_caller_can_change_is_the_callers_fault():
+    """A worker that starts its ranks again may find that the weights have gone."""
+    found = {type(error): refusal_of(error).body["error"] for error in ERRORS}
+    status = {type(error): refusal_of(error).status_code for error in ERRORS}
+    assert status == {
+        RequestError: 400,
+        DoesNotFitError: 400,
+        WeightsError: 500,
+        RecipeError: 500,
+        CancelledError: 409,
+        RankError: 503,
+        DeviceMemoryError: 503,
+    }
+    assert found[RequestError]["param"] == "n"
+    assert found[RequestError]["message"] == "n=0: at least one."
+    assert found[DoesNotFitError]["param"] == "size"
+    assert found[WeightsError]["type"] == "server_error"
+    assert found[RankError]["message"] == "rank 1 of 2 died. Try again."
+
+
+ERRORS = (
+    RequestError("images=0: at least one.", [("images", "images=0: at least one.")]),
+    DoesNotFitError("too large"),
+    WeightsError("gone"),
+    RecipeError("changed"),
+    CancelledError("cancelled"),
+    RankError("rank 1 of 2 died."),
+    DeviceMemoryError("no room"),
+)
