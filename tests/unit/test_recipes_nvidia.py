@@ -30,7 +30,10 @@ def test_every_card_of_the_list_has_its_recipes():
     cards = {name.split("/")[1] for name in NAMES}
     cards_of_one = {"rtx4090", "rtx5080", "rtx5090", "rtx6000d", "rtxpro6000"}
     assert cards == cards_of_one | {"a100", "h100", "h200", "b200", "gb200", "gb300", "rubin"}
-    assert len(NAMES) == 32
+    assert len(NAMES) == 37
+    assert {f"nvidia/{card}/h3-image-1x-{form}" for card in cards_of_one for form in ("bf16", "fp8")} <= set(
+        NAMES
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
