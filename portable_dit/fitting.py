@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload
 from portable_dit.recipe_rules import Findings
 
 GIB = 2**30
+LONG_PROMPT = 8  # times the tokens that a plan counts with
 # What to try when a plan does not fit, one on top of the other: what costs the least time comes first.
 SAVINGS = (
     ("text_encoder", "component"),
@@ -28,30 +30,36 @@ def default_workload(spec: ModelSpec) -> Workload:
 
 
 def largest_workload(spec: ModelSpec) -> Workload:
-    """One picture of the model's largest size, with as many large references as it takes."""
-    canvas = spec.sizes.largest
+    """The hungriest request: one picture of the most pixels, a long prompt, and all references there may be.
+
+    One more of these, since the rule that sizes them gives some shapes up to 3 % more rows than others.
+    """
+    canvas, most = spec.sizes.largest, spec.max_references
     reference = spec.reference_size(*canvas, canvas=canvas)
-    return Workload(*canvas, spec.prompt_tokens, (reference,) * spec.max_references)
+    tokens = min(LONG_PROMPT * spec.prompt_tokens, spec.max_prompt_characters)
+    return Workload(*canvas, tokens, (reference,) * (most + 1 if most else 0))
 
 
 def keep_what_fits(
-    workload: Workload, measure: Callable[[Workload, Offload], Footprint], offload: Offload, found: Findings
+    spec: ModelSpec,
+    measure: Callable[[Workload, Offload], Footprint],
+    offload: Offload,
+    *,
+    vae_graphs: bool = False,
 ) -> Offload:
-    """Layerwise offload with as many DiT blocks on the device as fit beside `workload`.
+    """Layerwise offload with as many DiT blocks on the device as leave room for the largest request.
 
-    workload: what shall always fit, whatever is drawn first, since blocks stay where they were loaded.
+    So none of them is ever the reason that a request does not fit. vae_graphs: whether captured tiles shall
+    have room to compute in.
     """
-    most = measure(workload, offload).components["dit"].num_blocks - 1
-    choices = (replace(offload, resident_blocks=count) for count in range(most, 0, -1))
-    chosen = next((choice for choice in choices if measure(workload, choice).fits), offload)
-    if chosen.resident_blocks:
-        found.note(
-            "resident_blocks",
-            f"{chosen.resident_blocks} of the DiT's {most + 1} blocks stay on the device: as many as leave "
-            f"room for {workload.width}x{workload.height} with {len(workload.reference_sizes)} references. "
-            "offload.resident_blocks says another number",
-        )
-    return chosen
+    workload = largest_workload(spec)
+
+    def too_many(count: int) -> bool:
+        size = measure(workload, replace(offload, resident_blocks=count))
+        return not size.fits_device or (vae_graphs and size.left < size.components["vae"].activations)
+
+    count = bisect_left(range(spec.num_blocks), True, key=too_many) - 1
+    return replace(offload, resident_blocks=max(count, 0))
 
 
 def as_much_at_once_as_fits(

@@ -40,6 +40,7 @@ from portable_dit.models.spec import (
 from portable_dit.plan import Plan, make_plan
 from portable_dit.plugins import select_backend
 from portable_dit.recipe import Recipe
+from portable_dit.recipe_rules import memory_limit
 from portable_dit.request import Request, ResolvedRequest, validate_request
 
 if TYPE_CHECKING:
@@ -110,8 +111,12 @@ class Setup:
         )
         if workload == self.plan.workload:
             return self.plan
+        recipe, offload = self.recipe, self.plan.offload
+        if offload.dit == "layerwise":  # blocks stay where they were loaded
+            stay = recipe.offload.model_copy(update={"resident_blocks": offload.resident_blocks})
+            recipe = recipe.model_copy(update={"offload": stay})
         kernels, strict = self.backend.kernel_lists(), self.strict
-        return make_plan(self.recipe, self.spec, self.capabilities, kernels, workload, strict=strict)
+        return make_plan(recipe, self.spec, self.capabilities, kernels, workload, strict=strict)
 
 
 def resolve_request(
@@ -242,10 +247,11 @@ def _agreement(mesh: Mesh | None, setup: Setup) -> Callable[[bool], bool] | None
 
 def _limit_memory(setup: Setup) -> None:
     """Holds the process to the recipe's memory, so that it cannot take what was planned for others."""
-    limit, device = setup.recipe.device.memory_gib, setup.device
-    if limit and not setup.backend.limit_memory(device, round(limit * GIB)):
+    asked, device = setup.recipe.device.memory_gib, setup.device
+    limit = memory_limit(setup.recipe, setup.capabilities)
+    if asked and not setup.backend.limit_memory(device, limit):
         log.warning(
-            "device.memory_gib=%g: planned with, and not enforced: %s has no limit", limit, device.name
+            "device.memory_gib=%g: planned with, and not enforced: %s has no limit", asked, device.name
         )
 
 

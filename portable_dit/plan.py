@@ -20,7 +20,6 @@ from portable_dit.fitting import (
     as_much_at_once_as_fits,
     default_workload,
     keep_what_fits,
-    largest_workload,
     verdict,
 )
 from portable_dit.footprint import GRAPH_SHARE, Footprint, Offload, measure_footprint
@@ -49,6 +48,7 @@ from portable_dit.recipe_rules import (
     choose_executor,
     choose_graphs,
     choose_tiling,
+    memory_limit,
 )
 from portable_dit.traffic import bytes_sent_in_a_step
 
@@ -143,16 +143,16 @@ def make_plan(
     found.notes += _kernel_notes(choices, numbers, capabilities, installed=kernels is not None)
     found.notes += _scale_notes(choices, numbers, layout)
     _refuse_problems(recipe, capabilities, found, strict=strict)
-    scores = partial(_scores, spec, choices, dtype)
-    asked = round((recipe.graphs.memory_gib or 0) * GIB) if any(graphs.values()) else 0
     measure = _measure(
-        recipe, spec, capabilities, numbers=numbers, layout=layout, scores=scores, graphs=asked
+        recipe,
+        spec,
+        capabilities,
+        numbers=numbers,
+        layout=layout,
+        scores=partial(_scores, spec, choices, dtype),
+        graphs=graphs,
     )
-    if offload.dit == "layerwise" and recipe.offload.resident_blocks is None:
-        offload = keep_what_fits(largest_workload(spec), measure, offload, found)
-    workload, size = as_much_at_once_as_fits(workload, lambda w: measure(w, offload), found)
-    if any(graphs.values()) and not asked:
-        size = replace(size, graphs=min(size.left, int(GRAPH_SHARE * size.device_limit)))
+    offload, workload, size = _fitted(recipe, spec, workload, offload, graphs, measure, found)
     return Plan(
         model=spec.id,
         backend=capabilities.device.backend,
@@ -186,6 +186,29 @@ def make_plan(
     )
 
 
+def _fitted(
+    recipe: Recipe,
+    spec: ModelSpec,
+    workload: Workload,
+    offload: Offload,
+    graphs: Mapping[str, bool],
+    measure: Callable[[Workload, Offload], Footprint],
+    found: Findings,
+) -> tuple[Offload, Workload, Footprint]:
+    """What stays on the device, what is taken at once, and the footprint with what is left for graphs."""
+    if offload.dit == "layerwise" and recipe.offload.resident_blocks is None:
+        offload = keep_what_fits(spec, measure, offload, vae_graphs=graphs["vae"])
+        found.note(
+            "resident_blocks",
+            f"{offload.resident_blocks} of the DiT's {spec.num_blocks} blocks stay on the device: as many as "
+            "leave room for the largest request. offload.resident_blocks says another number",
+        )
+    workload, size = as_much_at_once_as_fits(workload, lambda w: measure(w, offload), found)
+    if any(graphs.values()) and not size.graphs:
+        size = replace(size, graphs=min(size.left, int(GRAPH_SHARE * size.device_limit)))
+    return offload, workload, size
+
+
 def _measure(
     recipe: Recipe,
     spec: ModelSpec,
@@ -194,9 +217,10 @@ def _measure(
     numbers: Mapping[str, Numbers],
     layout: Layout,
     scores: Callable[[Workload], Mapping[str, int]],
-    graphs: int,
+    graphs: Mapping[str, bool],
 ) -> Callable[[Workload, Offload], Footprint]:
     """`measure_footprint` with what is decided; what is left are the workload and where weights rest."""
+    for_graphs = round((recipe.graphs.memory_gib or 0) * GIB) if any(graphs.values()) else 0
     return lambda workload, offload: measure_footprint(
         spec,
         capabilities,
@@ -204,9 +228,9 @@ def _measure(
         numbers=numbers,
         offload=offload,
         layout=layout,
-        device_limit=round((recipe.device.memory_gib or 0) * GIB),
+        device_limit=memory_limit(recipe, capabilities),
         extra_activations=scores(workload),
-        graphs=graphs,
+        graphs=for_graphs,
     )
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, Valid
 
 from portable_dit.errors import RecipeError, at_most, near
 from portable_dit.paths import kind_of
-from portable_dit.refused_values import place_of, why_refused
+from portable_dit.refused_values import MOST_NEAR, place_of, why_refused
 from portable_dit.yaml_lines import Document, Mistake, read_document
 
 Provenance = Literal["default", "recipe", "flag"]
@@ -115,7 +115,7 @@ class OffloadSection(Section):
     """Where the VAE rests; it has no layerwise form."""
     resident_blocks: Annotated[int, Field(ge=0)] | None = None
     """With layerwise offload: how many DiT blocks stay on the device; null keeps as many as leave room for
-    the model's largest picture and most references."""
+    the largest request."""
 
 
 class GraphsSection(Section):
@@ -318,23 +318,25 @@ def _put(data: dict[str, Any], key: str, value: Any) -> list[Mistake]:
 
 def _explain(error: ValidationError, document: Document, overrides: Mapping[str, Any]) -> list[Mistake]:
     found: dict[str, Mistake] = {}
-    for item in error.errors(include_url=False):
-        key = ".".join(place_of(item, Recipe)[0])
+    for number, item in enumerate(error.errors(include_url=False)):
+        names, section = place_of(item, Recipe)
+        key = ".".join(names)
         by_flag = any(
             key == flag or key.startswith(f"{flag}.") or flag.startswith(f"{key}.") for flag in overrides
         )
         line = None if by_flag else document.line_of(key)
-        found.setdefault(key, Mistake(key, line, _why(key, item) + (" (given as a flag)" if by_flag else "")))
+        why = _why(key, item, section if number < MOST_NEAR else None)
+        found.setdefault(key, Mistake(key, line, why + (" (given as a flag)" if by_flag else "")))
     return list(found.values())
 
 
-def _why(key: str, item: Any) -> str:
+def _why(key: str, item: Any, section: type | None) -> str:
     """The rule that a value breaks, in our words: what was asked, the rule, the way out."""
     if item["type"] == "missing" and key == "model":
         return "missing. Every recipe says it, for example `model: h3-mini`"
     quoted = item["type"] == "string_type" and item["input"] is not None
     quotes = "; put it in quotes" if quoted else ""
-    return why_refused(item, place_of(item, Recipe)[1]) + quotes
+    return why_refused(item, section) + quotes
 
 
 def _error(title: str, mistakes: list[Mistake]) -> RecipeError:

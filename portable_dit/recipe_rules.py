@@ -16,6 +16,8 @@ from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload, input_span
 from portable_dit.recipe import Recipe
 from portable_dit.request import size_problem
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Note:
@@ -37,6 +39,12 @@ class Findings:
         self.notes.append(Note(code, text, changed))
 
 
+def memory_limit(recipe: Recipe, capabilities: Capabilities) -> int:
+    """Bytes of each device to plan with and to hold to: what the recipe says, and no more than there is."""
+    total = capabilities.device.total_bytes
+    return min(round(recipe.device.memory_gib * GIB), total) if recipe.device.memory_gib else total
+
+
 def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, found: Findings) -> None:
     """The backend is the machine's, and there are enough devices."""
     asked, device = recipe.device, capabilities.device
@@ -51,6 +59,9 @@ def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, fou
             f"device.count={count}: this machine has {capabilities.count} x {device.name}. "
             f"Say device.count={capabilities.count} or less, or executor=ray to use several machines."
         )
+    if asked.memory_gib and asked.memory_gib * GIB > device.total_bytes:
+        text = f"{device.name} has {device.total_bytes / GIB:.2f} GiB, which is planned with"
+        found.note("device_memory", f"device.memory_gib={asked.memory_gib:g}: {text}", changed=True)
 
 
 def choose_executor(recipe: Recipe, layout: Layout, found: Findings) -> str:
@@ -222,6 +233,9 @@ def choose_graphs(
                 f"graphs.{name}=true: captured graphs need weights that stay where they are, and "
                 f"offload.{name} is {offload.of(name)}. Say offload.{name}=none, or graphs.{name}=auto."
             )
+        elif asked == "auto" and limits.supported and limits.default_on and moved:
+            text = f"graphs.{name} is off: captured graphs need weights that stay where they are"
+            found.note("graphs_off", f"{text}, and offload.{name} is {offload.of(name)}")
         elif asked is True and apart:
             found.problems.append(
                 f"graphs.{name}=true: {capabilities.device.name} captures no exchanges between devices, and "

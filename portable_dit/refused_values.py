@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from portable_dit.errors import near
 
 MOST_SHOWN = 60  # characters of a value
+MOST_NEAR = 40  # errors of one body that are told the near names: looking for them takes a millisecond
 MAPPINGS = ("model_type", "model_attributes_type", "dict_type", "dataclass_type")
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 NO_VALUE = ("string_too_short", "value_error", "json_invalid")
@@ -49,6 +51,8 @@ RULES = {
 
 def shown(value: object) -> str:
     """A value as JSON and YAML write it, cut where it is long."""
+    if isinstance(value, str | bytes):
+        value = value[: MOST_SHOWN + 1]  # spelled out, the rest could be megabytes
     try:
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     except ValueError:  # Python writes no number of over 4,300 digits
@@ -65,7 +69,8 @@ def broken_rule(item: Mapping[str, Any], section: type | None = None) -> str:
     """The rule behind an error of pydantic's, to be read after the value. section: see `place_of`."""
     kind, facts = str(item["type"]), {k: _short(v) for k, v in item.get("ctx", {}).items()}
     if kind in UNKNOWN:
-        return "unknown key" + (f".{near(str(item['loc'][-1]), fields_of(section))}" if section else "")
+        name = str(item["loc"][-1])[:MOST_SHOWN]
+        return "unknown key" + (f".{near(name, fields_of(section))}" if section else "")
     if kind in MISSING:
         return "missing"
     if kind == "literal_error":
@@ -96,8 +101,9 @@ def why_refused(item: Mapping[str, Any], section: type | None = None) -> str:
 def mistakes(error: ValidationError, body: type) -> list[str]:
     """Every error of a file's data, as in `types.first.0.seed: -1 must be at least 0`."""
     found = []
-    for item in error.errors(include_url=False):
+    for number, item in enumerate(error.errors(include_url=False)):
         names, section = place_of(item, body)
+        section = section if number < MOST_NEAR else None
         found.append(": ".join([".".join(names)] * bool(names) + [why_refused(item, section)]))
     return found
 
@@ -119,7 +125,8 @@ def place_of(item: Mapping[str, Any], body: type | None) -> tuple[list[str], typ
             section = within
             if section is not None and part not in fields_of(section) and item["type"] not in UNKNOWN:
                 break
-            within, by_key = (None, False) if section is None else inside(section, part)
+            known = section is not None and part in fields_of(section)
+            within, by_key = inside(section, part) if section is not None and known else (None, False)
         names.append(str(part))
     return names, section
 
@@ -131,9 +138,14 @@ def fields_of(section: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(section))
 
 
+@lru_cache
+def _hints(section: type) -> dict[str, Any]:
+    return get_type_hints(section)
+
+
 def inside(section: type, name: str) -> tuple[type | None, bool]:
     """What a field holds, when that has fields of its own, and whether it holds that by keys."""
-    waiting, by_key = [kind for field, kind in get_type_hints(section).items() if field == name], False
+    waiting, by_key = [_hints(section).get(name)], False
     while waiting:
         kind = waiting.pop(0)
         if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, BaseModel)):

@@ -445,4 +445,6 @@ def listed(problems: Sequence[str]) -> str:
     """The problems of one request as one message."""
     if len(problems) == 1:
         return problems[0]
-    return f"The request has {len(problems)} problems:\n" + at_most([f"  {problem}" for problem in problems])
+    return f"The request has {len(problems):,} problems:\n" + at_most(
+        [f"  {problem}" for problem in problems]
+    )

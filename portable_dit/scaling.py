@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from portable_dit import fitting
 from portable_dit.capabilities import Capabilities
 from portable_dit.errors import RecipeError
-from portable_dit.footprint import Offload, measure_footprint
+from portable_dit.footprint import Footprint, Offload, measure_footprint
 from portable_dit.kernel_choice import quantizes_likely
 from portable_dit.layout import Layout, layout_problems, split_shape
 from portable_dit.models.spec import DTYPE_BYTES, ModelSpec, Numbers, Workload
@@ -77,10 +78,14 @@ def rank_layouts(
     steps: int,
     branches: int = 1,
     devices: int | None = None,
+    device_limit: int = 0,
+    keep_what_fits: bool = False,
 ) -> list[Prediction]:
     """Every legal layout of up to `devices` devices, those that fit first, the quickest request first.
 
-    Raises RecipeError when the machine declares too little.
+    device_limit: bytes of each device to plan with, 0 takes what it has. keep_what_fits: with layerwise
+    offload, each layout keeps as many blocks on the device as fit it. Raises RecipeError when the machine
+    declares too little.
     """
     count = devices or capabilities.count
     found = [
@@ -94,6 +99,8 @@ def rank_layouts(
             steps=steps,
             branches=branches,
             devices=count,
+            device_limit=device_limit,
+            keep_what_fits=keep_what_fits,
         )
         for layout in legal_layouts(spec, count)
     ]
@@ -137,9 +144,11 @@ def predict(
     steps: int,
     branches: int = 1,
     devices: int | None = None,
+    device_limit: int = 0,
+    keep_what_fits: bool = False,
     reached: Reached = OURS,
 ) -> Prediction:
-    """Time and memory of one layout. steps, branches: of the request."""
+    """Time and memory of one layout. steps, branches: of the request. The rest as in `rank_layouts`."""
     _require_figures(capabilities, layout)
     parts = _step(spec, capabilities, workload, layout, numbers["dit"], branches, reached)
     step = sum(parts.values())
@@ -147,7 +156,21 @@ def predict(
     decode = spec.decode_flops(workload.width, workload.height) / layout.vae_tiles
     around += decode / (_rate(capabilities, numbers["vae"].dtype) * reached.decode)
     request = around + steps * step + PNG_SECONDS_PER_PIXEL * workload.width * workload.height
-    size = measure_footprint(spec, capabilities, workload, numbers=numbers, offload=offload, layout=layout)
+
+    def measure(workload: Workload, offload: Offload) -> Footprint:
+        return measure_footprint(
+            spec,
+            capabilities,
+            workload,
+            numbers=numbers,
+            offload=offload,
+            layout=layout,
+            device_limit=device_limit,
+        )
+
+    if keep_what_fits and offload.dit == "layerwise":
+        offload = fitting.keep_what_fits(spec, measure, offload)
+    size = measure(workload, offload)
     replicas = (devices or capabilities.count) // layout.replica
     return Prediction(layout, step, request, parts, size.peak, size.fits, 3600 * replicas / request)
 

@@ -14,6 +14,7 @@ from portable_dit.cli.terminal import tell
 from portable_dit.errors import UserError
 
 BUILTIN = "builtin"
+MOST_UNSCORED = 3  # samples whose want of a score is explained; --json has all
 JUDGE_ADVICE = (
     "--judge is the address of a vision model's server that answers OpenAI's /v1/chat/completions. Start "
     "that, or give its address."
@@ -47,6 +48,10 @@ def evaluate(
     """Draw a suite on a server, let a judge score it; exit code 1 when a gate is not met."""
     if (suite == BUILTIN) != (judge == BUILTIN) and judge is not None:
         raise UserError("--suite builtin and --judge builtin: they belong together. Give both or neither.")
+    if report is not None:
+        from portable_dit.image import check_writable
+
+        check_writable(report)
     found: dict[str, Any] | None
     if suite == BUILTIN:
         if pictures or types or num_inference_steps or judge_model:
@@ -73,7 +78,8 @@ def evaluate(
 
         write_atomically(report, json_text.dumps(found, indent=1).encode())
     typer.echo(json_text.dumps(found) if json else _table(found))
-    for note in found["notes"]:
+    unscored = [one for one in found.get("judgements", ()) if one["score"] is None]
+    for note in (*found["notes"], *(f"{one['id']}: {one['reason']}" for one in unscored[:MOST_UNSCORED])):
         tell(f"note: {note}")
     if not found["passed"]:
         raise typer.Exit(1)

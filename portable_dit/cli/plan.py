@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from portable_dit.capabilities import Capabilities, KernelLists
     from portable_dit.models.spec import ModelSpec, Workload
     from portable_dit.plan import Plan
+    from portable_dit.recipe import Recipe
 
 DOES_NOT_FIT = 3
 MOST_LAYOUTS = 16
@@ -54,7 +55,7 @@ def plan(
     if devices is not None and not explain_scaling:
         raise RequestError("--devices: says for how many layouts are ranked. Say --explain-scaling too.")
     if explain_scaling:
-        _explain_scaling(made, spec, capabilities, devices, json)
+        _explain_scaling(made, recipe, spec, capabilities, devices, json)
         return
     if json:
         typer.echo(json_text.dumps(made.as_dict()))
@@ -64,7 +65,7 @@ def plan(
 
 
 def _explain_scaling(
-    plan: Plan, spec: ModelSpec, capabilities: Capabilities, devices: int | None, json: bool
+    plan: Plan, recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, devices: int | None, json: bool
 ) -> None:
     """The layouts of the machine, the quickest first, with the numbers and the request of a plan."""
     from portable_dit.models.spec import COMPONENTS, Numbers
@@ -79,6 +80,8 @@ def _explain_scaling(
         steps=plan.steps,
         branches=spec.branches(spec.default_guidance),
         devices=devices,
+        device_limit=plan.bytes.device_limit,
+        keep_what_fits=recipe.offload.resident_blocks is None,
     )
     if devices is not None and devices > capabilities.count:
         there = f"{capabilities.count} of {plan.device} are there"

@@ -44,7 +44,10 @@ def draw_missing(
 
     A folder is of one server's model and one suite; another one is refused.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--pictures {folder}: cannot be made ({error.strerror}). Name a folder.") from error
     _require_same(folder, suite, client, steps)
     for sample in suite.samples:
         target = folder / f"{sample.id}.png"

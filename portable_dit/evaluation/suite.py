@@ -13,6 +13,7 @@ types:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from portable_dit.yaml_lines import read_document
 
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1, strict=False, allow_inf_nan=False)]
+FILE_NAME = re.compile(r"\w[\w .-]{0,99}")
 RUBRIC = (
     "Score how well the picture shows what was asked for: 1 everything is there and right, 0 nothing is, and "
     "between them in proportion. Do not score taste."
@@ -92,6 +94,11 @@ def read_suite(path: Path, *, types: Sequence[str] = (), samples_per_type: int |
     except ValidationError as error:
         lines = [f"  {mistake}" for mistake in mistakes(error, SuiteSection)]
         raise UserError(f"--suite {path}:\n{at_most(lines)}") from error
+    if odd := [name for name in section.types if FILE_NAME.fullmatch(name) is None]:
+        raise UserError(
+            f"--suite {path}: types.{odd[0]}: names files, and must be of letters, digits, spaces, dots, - "
+            "and _, a letter first."
+        )
     unknown = sorted(set(types) - set(section.types))
     if unknown:
         raise UserError(f"--types {','.join(unknown)}: not in {path}. It has {', '.join(section.types)}.")

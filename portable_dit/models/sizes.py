@@ -37,10 +37,18 @@ class SizeRules:
 
     @property
     def largest(self) -> tuple[int, int]:
-        """The canvas of the most pixels, of those nearest to a square."""
-        if self.canvases:
-            return max(self.canvases, key=lambda size: size[0] * size[1])
-        return self.nearest(self.max_side, self.max_side)
+        """The canvas of the most pixels, and of those the one nearest to a square."""
+        canvases = self.canvases
+        if not canvases:
+            wide = range(self.min_side, self.max_side + 1, self.multiple)
+            canvases = tuple((width, self._highest(width)) for width in wide)
+        legal = [size for size in canvases if size[1] >= self.min_side and self._allows(*size)]
+        return max(legal, key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])))
+
+    def _highest(self, width: int) -> int:
+        """The most that a picture of this width may be high, before the ratio of the sides is judged."""
+        most = min(self.max_pixels // width, self.max_side, int(self.max_ratio * width))
+        return most // self.multiple * self.multiple
 
     def of_ratio(self, area: float, ratio: float) -> tuple[int, int]:
         """The canvas of an area and a ratio, width over height: sides rounded, else the nearest legal one."""

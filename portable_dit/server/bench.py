@@ -123,10 +123,7 @@ def bench_server(
 
     on_begin: told that the server is there and can draw. on_point: told each measurement.
     """
-    info = client.get("/server_info")
-    (worker, *_) = info["workers"]
-    if "plan" not in worker:
-        raise ServerError(f"{client.url}: no worker has loaded yet. Wait until /ready answers 200.")
+    model, worker = _served(client)
     on_begin()
     seeds = itertools.count()
     errors: list[str] = []
@@ -147,7 +144,7 @@ def bench_server(
         on_point(points[-1])
     return ServerReport(
         url=client.url,
-        model=info["model"],
+        model=model,
         device=worker["plan"]["device"],
         devices=worker["devices"],
         size=job.size or "default",
@@ -155,6 +152,21 @@ def bench_server(
         prices=None if prices is None else prices.model_dump(),
         errors=tuple(errors[:5]),
     )
+
+
+def _served(client: Client) -> tuple[str, dict[str, Any]]:
+    """(the model, facts of a worker) of a server that can draw. Raises ServerError."""
+    info = client.get("/server_info")
+    try:
+        model, worker = str(info["model"]), dict(info["workers"][0])
+    except (LookupError, TypeError, ValueError) as error:
+        raise ServerError(
+            f"{client.url}: answers, and is no server of portable-dit: /server_info names no worker. "
+            f"{client.advice}"
+        ) from error
+    if "plan" not in worker:
+        raise ServerError(f"{client.url}: no worker has loaded yet. Wait until /ready answers 200.")
+    return model, worker
 
 
 def make_point(

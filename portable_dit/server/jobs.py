@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
 
 from portable_dit.server.answers import MEDIA_TYPES, SSE_HEADERS, event, facts
 from portable_dit.server.images import DEFAULT_QUALITY, Serving, picture_url
@@ -22,6 +23,7 @@ from portable_dit.server.routes import OnceRoute
 from portable_dit.server.schema import JobWish, LatestJobs
 from portable_dit.server.service import Service, watch
 from portable_dit.server.ticket import Ticket, cancelled
+from portable_dit.server.wording import problems_of, refused
 
 router = APIRouter(tags=["jobs"], route_class=OnceRoute)
 STORE_SECONDS = 5.0
@@ -121,7 +123,7 @@ async def accept_job(
 
     def read() -> list[bytes]:
         return [
-            bytes_of(text, service.fetcher, param=f"images[{k}]", limits=limits)
+            bytes_of(text, service.fetcher, param=f"images.{k}", limits=limits)
             for k, text in enumerate(references)
         ]
 
@@ -162,13 +164,25 @@ async def follow(service: Service, ticket: Ticket) -> None:
 async def resume(service: Service) -> None:
     """Jobs that waited when the server ended wait again; what cannot be accepted any more says why."""
     for job in await service.store.restart():
-        wish = JobWish(**job.wish)
-        try:
-            ticket = await accept_job(service, wish, job.references, client=job.client, id=job.id)
-        except ApiError as error:
-            await service.store.ended(job.id, "failed", error=error.body["error"])
-        else:
-            service.spawn(follow(service, ticket))
+        await _resume(service, job)
+
+
+async def _resume(service: Service, job: StoredJob) -> None:
+    try:
+        wish = wish_of(job)
+        ticket = await accept_job(service, wish, job.references, client=job.client, id=job.id)
+    except ApiError as error:
+        await service.store.ended(job.id, "failed", error=error.body["error"])
+    else:
+        service.spawn(follow(service, ticket))
+
+
+def wish_of(job: StoredJob) -> JobWish:
+    """What a stored job asks for. Raises ApiError when this version does not take it any more."""
+    try:
+        return JobWish.model_validate(job.wish)
+    except ValidationError as error:
+        raise refused(problems_of(error.errors(), JobWish)) from error
 
 
 async def _job(service: Service, id: str, client: str) -> StoredJob:

@@ -187,7 +187,10 @@ class Service:
         try:
             return resolve_request(request, self.recipe, self.spec, strict=self.settings.strict)
         except PortableDitError as error:
-            raise refusal_of(error, {**FIELDS, "references": image_field}) from error
+            refusal = refusal_of(error, {**FIELDS, "references": image_field})
+            if refusal.status_code >= 500:
+                self.log(f"error: a request cannot be read: {error}")
+            raise refusal from error
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in (self.model_name, self.spec.id):

@@ -7,7 +7,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from portable_dit.refused_values import MAPPINGS, UNKNOWN, broken_rule, fields_of, has_value, place_of, shown
+from portable_dit.refused_values import (
+    MAPPINGS,
+    MOST_NEAR,
+    UNKNOWN,
+    broken_rule,
+    fields_of,
+    has_value,
+    place_of,
+    shown,
+)
 from portable_dit.refused_values import inside as fields_inside
 from portable_dit.request import listed
 from portable_dit.server.refusal import ApiError
@@ -30,7 +39,7 @@ def problems_of(
     """
     rules: dict[str, list[str]] = {}  # by field: where it may be of several types, one for each
     beside: dict[str, tuple[str, str]] = {}  # what was given, and the way out
-    for error in errors:
+    for number, error in enumerate(errors):
         if error["type"] == "json_invalid":
             reason = error.get("ctx", {}).get("error", "malformed")
             return {"": f"The body is not JSON ({reason}). Send a JSON object."}
@@ -38,6 +47,7 @@ def problems_of(
         path = [inside] * bool(inside) + names
         if not path:
             return {"": NO_OBJECT}
+        section = section if number < MOST_NEAR else None
         place = ".".join(path)[:MOST_NAMED] or "''"
         found = rules.setdefault(place, [])
         found += [rule for rule in [_rule(error, path[-1], section)] if rule not in found]

@@ -70,7 +70,7 @@ def test_every_branch_with_eight_bit_weights_and_inputs_is_within_its_limit(
     assert LIMITS["float32"] < worst_branch <= LIMITS["8 bits"]
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", [0, 3, 5])
 @pytest.mark.parametrize("break_it", FAULTS)
 def test_an_injected_fault_fails_the_check_at_every_limit_and_in_its_place(
     break_it, block: int, traces: list[Trace]

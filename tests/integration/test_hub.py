@@ -179,7 +179,7 @@ def test_a_repository_with_an_unknown_layout_is_refused_before_a_download(hub, f
     assert not hub.downloaded()
 
 
-def test_the_command_line_draws_from_a_hub_as_from_a_folder(hub, originals, tmp_path):
+def test_the_command_line_draws_from_a_hub_as_from_a_folder(hub, originals, tmp_path, cli):
     """Also lines with references, which the fetched checkpoint's own rule sizes."""
     folder = tmp_path / "small references"
     shutil.copytree(originals, folder)
@@ -190,20 +190,24 @@ def test_the_command_line_draws_from_a_hub_as_from_a_folder(hub, originals, tmp_
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "a.png")
     lines = [{"prompt": f"a {animal}", "references": [str(tmp_path / "a.png")]} for animal in ("cat", "dog")]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    pixels = []
-    for weights in (f"{REPO}@small", str(folder)):
-        recipe, out = tmp_path / "recipe.yaml", tmp_path / "out.png"
-        keys = {"model": "h3-image", "weights": weights, "device": {"backend": "cpu"}, "precision": "float32"}
-        recipe.write_text(json.dumps(keys))
-        flags = ["--recipe", recipe, "--prompts", tmp_path / "p.jsonl", "--size", "256x256", "-o", out]
-        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
-        done = subprocess.run(
-            [sys.executable, "-m", "portable_dit", "run", *map(str, flags)],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=180,
-        )
-        assert done.returncode == 0, done.stderr
-        pixels.append([Image.open(tmp_path / f"out-{k}.png").tobytes() for k in (1, 2)])
-    assert pixels[0] == pixels[1]
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out.png"
+    flags = ["--recipe", recipe, "--prompts", tmp_path / "p.jsonl", "--size", "256x256", "-o", out]
+    keys = {"model": "h3-image", "device": {"backend": "cpu"}, "precision": "float32"}
+
+    def drawn() -> list[bytes]:
+        return [Image.open(tmp_path / f"out-{k}.png").tobytes() for k in (1, 2)]
+
+    recipe.write_text(json.dumps({**keys, "weights": f"{REPO}@small"}))
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", "portable_dit", "run", *map(str, flags)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    fetched = drawn()
+    recipe.write_text(json.dumps({**keys, "weights": str(folder)}))
+    assert cli("run", *flags).exit_code == 0
+    assert drawn() == fetched

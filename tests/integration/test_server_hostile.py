@@ -136,6 +136,8 @@ GENERATIONS = {
     "a prompt with NUL": {"prompt": "a\0b"},
     "half a character": {"prompt": "\ud800"},
     "a field that is none": {"__proto__": {"admin": True}},
+    "a field of a megabyte's name": {"a" * 1_000_000: 1},
+    "thousands of fields that are none": {f"key{n}": n for n in range(19_000)},
     "a format that is none": {"output_format": "exe"},
     "a model by path": {"model": "../../secret"},
     "a true seed": {"seed": True},

@@ -112,7 +112,7 @@ def test_replicas_share_the_pictures_of_several_requests(tiny_recipe):
         def heard(place, event):
             steps[place] += isinstance(event, Stepped)
 
-        many = [Request("a red apple", images=20), Request("make it blue")]
+        many = [Request("a red apple", images=100), Request("make it blue")]
         outcomes = engine.generate_all(
             many, on_event=heard, cancelled=lambda place: not place and steps[0] > 1
         )
@@ -136,7 +136,7 @@ def test_one_rank_whose_bits_change_keeps_all_of_them_from_it(tiny_recipe, shelf
 
 
 def test_who_is_cancelled_leaves_a_batch_of_two_ranks_and_no_rank_is_lost(tiny_recipe):
-    requests = [Request("a red apple", images=20), Request("a red apple", seed=5)]
+    requests = [Request("a red apple", images=100), Request("a red apple", seed=5)]
     with Engine.load(tiny_recipe, {"layout.ulysses": 2, "batch": 4}) as engine:
         pids = [report.process for report in engine.reports]
         steps = dict.fromkeys(range(2), 0)

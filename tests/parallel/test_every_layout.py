@@ -32,7 +32,7 @@ from portable_dit.models.h3_image import qwen_config
 from portable_dit.models.h3_image import random_checkpoint as h3_image
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN
 from portable_dit.models.hunyuan_image_3 import random_checkpoint as hunyuan
-from portable_dit.models.spec import Numbers, Workload
+from portable_dit.models.spec import ModelSpec, Numbers, Workload
 from portable_dit.recipe import make_recipe
 from portable_dit.traffic import KINDS, bytes_sent_in_a_step
 
@@ -182,14 +182,19 @@ def probe_alone(engine: Engine) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
+def distinct_layouts(model: str, world: int, spec: ModelSpec) -> list[dict[str, int]]:
+    """Those that the model has; what another one has too is tried with that, where bits say as much."""
+    legal = [one for one in LAYOUTS[world] if not layout_problems(Layout(**one), spec, devices=None)]
+    if model == CONVOLVES:
+        return legal
+    return [one for one in legal if not any(one.items() < other.items() for other in legal)]
+
+
 def jobs_for(world: int, recipes, device) -> list[Job]:
     """Every layout that each model has for so many processes, with the formats and the places of weights."""
     jobs = []
     for model, keys in recipes.items():
-        spec = read_spec(make_recipe({}, keys))
-        for layout in LAYOUTS[world]:
-            if layout_problems(Layout(**layout), spec, devices=None):
-                continue
+        for layout in distinct_layouts(model, world, read_spec(make_recipe({}, keys))):
             degrees = {f"layout.{axis}": degree for axis, degree in layout.items()}
             for numbers, offload in TRIED_BY_TWO if world == 2 else TRIED:
                 wish = {**keys, **device, **degrees, **NUMBERS[numbers], **OFFLOAD[offload]}

@@ -1,4 +1,4 @@
-"""Whether a batch changes bits is tried out; until it is known, or where it does, pictures are drawn apart."""
+"""Whether a batch changes bits is tried out; until that is known, and where it does, nothing is batched."""
 
 from __future__ import annotations
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from portable_dit.batches import FIRST_PAUSE, LONGEST_PAUSE, Batches
+from portable_dit.batches import FIRST_PAUSE, LEAST_VALUES, LONGEST_PAUSE, Batches
 from portable_dit.engine import Engine
 from portable_dit.errors import CancelledError, RequestError
 from portable_dit.loading import set_up
@@ -106,3 +108,25 @@ def test_who_left_on_the_way_does_not_count_among_those_drawn_together(tiny_reci
         )
     assert isinstance(left, CancelledError)
     assert [batches(one) for one in stayed] == [[(2, 2)]] * 2
+
+
+def test_those_who_go_on_one_at_a_time_after_others_have_left_are_told(tiny_recipe: Path, monkeypatch):
+    """Of two, fewer is known than of the three that they were."""
+    monkeypatch.setitem(LEAST_VALUES, torch.float32, 1 << 15)  # some comparisons at this size, one a request
+    requests = [replace(TWO, images=1, seed=seed) for seed in range(3)]
+    with Engine.load(tiny_recipe, {"batch": 3}) as engine:
+        while batches(engine.generate_all(requests)[0]) == [(1, 3)]:
+            pass
+        steps: set[int] = set()
+
+        def heard(place: int, event: object) -> None:
+            if isinstance(event, Stepped):
+                steps.add(event.step)
+
+        *stayed, _ = engine.generate_all(
+            requests, on_event=heard, cancelled=lambda place: place == 2 and 1 in steps
+        )
+    assert [batches(one) for one in stayed] == [[(1, 2)]] * 2
+    assert re.match(
+        r"batch: from step [2-6] on one at a time, since 1 of \d+ comparisons", stayed[0].notes[-1]
+    )

@@ -61,6 +61,7 @@ def test_types_and_samples_can_be_chosen(tmp_path, suite):
         ("name: a\nrubrik: r\ntypes: {x: [{prompt: p}]}\n", "rubrik: unknown key. Did you mean 'rubric'"),
         ("name: a\ntypes: {x: [{prompt: p, seed: -1}]}\n", "types.x.0.seed: -1 must be at least 0"),
         ("name: a\ntypes: {x: [{prompt: p, references: [none.png]}]}\n", "none.png"),
+        ("name: a\ntypes: {../x: [{prompt: p}]}\n", "types.../x: names files"),
         ("name: [", "line"),
     ],
 )
@@ -141,8 +142,22 @@ def test_a_judge_that_is_not_there_is_not_taken_for_a_server_of_ours(cli, tmp_pa
     assert "http://127.0.0.1:1: does not answer" in answer.stderr
     assert "--judge is the address of a vision model's server" in answer.stderr
     assert "portable-dit serve" not in answer.stderr
+    flags = ("--judge", "http://127.0.0.1:1", "--judge-model", "any")
+    answer = cli("eval", "--suite", path, *flags, "--pictures", tmp_path)
+    assert "0 samples, 3 without a score" in answer.stdout
+    assert "note: second-000: the judge did not answer: http://127.0.0.1:1: does not answer" in answer.stderr
     answer = cli("eval", "--suite", path, "--server", "http://127.0.0.1:1", "--pictures", tmp_path / "new")
     assert "Start it with `portable-dit serve`" in answer.stderr
+
+
+def test_where_a_report_or_pictures_cannot_be_written_is_told_before_anything_is_drawn(cli, tmp_path):
+    path = tmp_path / "suite.yaml"
+    path.write_text(SUITE)
+    server = ("--suite", path, "--server", "http://127.0.0.1:1")
+    answer = cli("eval", *server, "--pictures", path)
+    assert (answer.exit_code, f"--pictures {path}: cannot be made" in answer.stderr) == (2, True)
+    answer = cli("eval", *server, "--pictures", tmp_path / "p", "--report", tmp_path / "none" / "report.json")
+    assert (answer.exit_code, "does not exist" in answer.stderr) == (2, True)
 
 
 def test_a_verdict_of_a_part_says_so(tmp_path, suite):

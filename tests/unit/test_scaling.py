@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +132,21 @@ def test_the_mixture_of_experts_takes_a_quarter_more_than_its_arithmetic_says():
     figure = Published("h200", Workload(1024, 1024, 30), Layout(), 12.81)
     found = predicted(HUNYUAN, figure, "fp8_row", steps=50, branches=2)
     assert found.request_seconds == pytest.approx(figure.seconds, rel=0.25)
+
+
+def test_every_layout_keeps_as_many_blocks_as_fit_it_and_the_limit_holds_for_all():
+    machine, workload = load_machine(MACHINES / "h200.json"), Workload(2048, 2048, 512)
+    places = Offload("layerwise", "layerwise", "component")
+    ask = {"numbers": numbers("fp8_row"), "steps": 6, "devices": 8, "device_limit": 20 * 2**30}
+    few, many = (
+        rank_layouts(H3, machine, workload, offload=offload, **ask, keep_what_fits=True)
+        for offload in (replace(places, resident_blocks=n) for n in (3, 49))
+    )
+    assert few == many
+    assert all(p.fits for p in few)
+    assert few[0].bytes > 10 * 2**30
+    none = rank_layouts(H3, machine, workload, offload=replace(places, resident_blocks=49), **ask)
+    assert not any(p.fits for p in none if p.layout.tensor == 1)
 
 
 def test_more_devices_are_quicker_and_pay_for_it_in_exchanges():

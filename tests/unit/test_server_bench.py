@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import xml.etree.ElementTree as ElementTree
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,25 @@ def test_a_server_that_is_not_there_is_told(cli):
     answer = cli("bench", "--server", "http://127.0.0.1:1")
     assert answer.exit_code == 1
     assert "does not answer" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "answer", ["{}", "[]", "null", "7", '{"workers": []}', '{"model": "m", "workers": [3]}']
+)
+def test_a_server_of_another_kind_is_told(cli, answer):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *arguments):
+            """Quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever).start()
+        done = cli("bench", "--server", f"http://127.0.0.1:{server.server_address[1]}")
+        server.shutdown()
+    assert done.exit_code == 1
+    assert "is no server of portable-dit" in done.stderr
+    assert done.stdout == ""

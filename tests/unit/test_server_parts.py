@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ import pytest
 from portable_dit.errors import UserError
 from portable_dit.server.answers import Blobs
 from portable_dit.server.images import preview_steps
-from portable_dit.server.job_store import JobStore
+from portable_dit.server.job_store import JobStore, StoredJob
+from portable_dit.server.jobs import wish_of
 from portable_dit.server.messages import Draw, PictureFile
 from portable_dit.server.profiler import Profiler
+from portable_dit.server.refusal import ApiError
 from portable_dit.server.settings import Settings, check_host, check_origin, default_jobs_file, read_keys
 from portable_dit.server.worker import Worker
 
@@ -243,3 +246,10 @@ def test_an_origin_is_what_a_browser_says():
     for site in ("*", "example.com", "https://example.com/", "ftp://a", "https://", "http://[::1"):
         with pytest.raises(UserError, match="not an origin"):
             check_origin(site)
+
+
+def test_a_stored_job_that_this_version_does_not_take_any_more_is_refused_and_no_crash():
+    job = StoredJob("id", "me", 0.0, "queued", {"prompt": "a", "colour": 3}, [], None, None, None, ())
+    with pytest.raises(ApiError, match="colour: not a field of this call"):
+        wish_of(job)
+    assert wish_of(replace(job, wish={"prompt": "a", "seed": 7})).seed == 7

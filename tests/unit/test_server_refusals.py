@@ -54,10 +54,12 @@ WRONG = (
 )
 
 
-@pytest.fixture
-def ask(tiny_recipe: Path, tmp_path: Path) -> Iterator[Ask]:
+@pytest.fixture(scope="module")
+def ask(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """The error of a request that is refused before it reaches a queue; no worker runs."""
-    settings = Settings(jobs=tmp_path / "jobs", limits=Limits(images=4, pixels=128 * 128))
+    settings = Settings(
+        jobs=tmp_path_factory.mktemp("asked") / "jobs", limits=Limits(images=4, pixels=128 * 128)
+    )
     app = create_app(load_recipe(tiny_recipe), settings)
 
     def ask(path: str, body: Any = b"", *, kind: str = "application/json", method: str = "POST") -> Error:
@@ -175,6 +177,12 @@ def test_every_problem_of_a_body_is_told(ask: Ask):
         assert said in error["message"]
 
 
+def test_of_thousands_of_problems_the_first_are_told_and_all_counted(ask: Ask):
+    error = ask(GENERATIONS, {f"key{n}": n for n in range(19_000)})
+    assert error["message"].startswith("The request has 19,001 problems:\n  prompt: missing.")
+    assert error["message"].endswith("and 18,981 more")
+
+
 def test_a_misspelt_field_inside_another_is_named_with_the_near_one(ask: Ask):
     body = {"messages": [{"role": "user", "content": "a"}], "extra_body": {"heigth": 64}}
     error = ask(CHAT, body)
@@ -214,7 +222,7 @@ def test_references_are_called_as_the_call_calls_them(ask: Ask):
     broken = "data:image/png;base64,AAAA"
     part = {"type": "image_url", "image_url": {"url": broken}}
     assert ask(JOBS, {"prompt": "a", "images": [broken]})["param"] == "images"
-    assert ask(JOBS, {"prompt": "a", "images": ["x"]})["param"] == "images[0]"
+    assert ask(JOBS, {"prompt": "a", "images": ["x"]})["param"] == "images.0"
     assert ask(CHAT, {"messages": [{"role": "user", "content": [part]}]})["param"] == "image_url"
     assert ask(EDITS, form(prompt="a"), kind=FORM)["param"] == "image"
 
