@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
+GROUPS = 4  # of rows, side by side in a tile
 
 
 def padded_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -25,13 +26,21 @@ def swizzle(scales: Tensor) -> Tensor:
     rows, columns = padded_shape(*scales.shape)
     plain = scales.contiguous().view(torch.uint8)
     plain = F.pad(plain, (0, columns - plain.shape[1], 0, rows - plain.shape[0]))
-    tiles = plain.view(rows // 128, 4, 32, columns // 4, 4)  # [tile row, group, row, tile column, column]
+    tiles = plain.view(
+        rows // TILE_ROWS, GROUPS, TILE_ROWS // GROUPS, columns // TILE_COLUMNS, TILE_COLUMNS
+    )  # [tile row, group, row, tile column, column]
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
 
 
 def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
     """What `swizzle` made from scales [rows, columns], back in plain order."""
     padded_rows, padded_columns = padded_shape(rows, columns)
-    tiles = flat.view(torch.uint8).view(padded_rows // 128, padded_columns // 4, 32, 4, 4)
+    tiles = flat.view(torch.uint8).view(
+        padded_rows // TILE_ROWS,
+        padded_columns // TILE_COLUMNS,
+        TILE_ROWS // GROUPS,
+        GROUPS,
+        TILE_COLUMNS,
+    )
     plain = tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_columns)
     return plain[:rows, :columns].contiguous().view(flat.dtype)

@@ -241,20 +241,22 @@ def capped(report: Report) -> None:
 
 
 def _overlap(report: Report, engine: Engine, case: Case, step: float) -> None:
-    """How much of the time of copies and computation, each alone, a step saves by doing both at once."""
+    """The longer of a step's copies and computation, each alone, over the step: 1 where one hides the other.
+
+    Copies alone are told from how fast one buffer of 1 GiB is copied.
+    """
     assert isinstance(engine.workers, ThisProcess)
     dit = next(s for s in engine.workers.loaded.streamed if s._blocks[0] is _transformer(engine).blocks[0])
-    source, target = (torch.empty(1 << 30, dtype=torch.uint8, device=d) for d in ("cpu", "cuda"))
-    pinned = source.pin_memory()
-    copies = device_milliseconds(lambda: target.copy_(pinned, non_blocking=True)) / 1e3
-    copies *= dit.host_bytes / pinned.nbytes
+    source, target = BACKEND.host_buffer(GIB), torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    copies = device_milliseconds(lambda: target.copy_(source, non_blocking=True)) / 1e3
+    copies *= dit.host_bytes / GIB
     copy, dit._copies.copy = dit._copies.copy, lambda *tensors: None  # computes with what the slots hold
-    resolved = engine.setup.resolve(_request(case, 0))
-    results = [engine.generate(resolved) for _ in range(2)]
-    dit._copies.copy = copy
-    compute = statistics.median(
-        s for result in results for image in result.images for s in image.step_seconds
-    )
+    try:
+        resolved = engine.setup.resolve(_request(case, 0))
+        images = [image for _ in range(2) for image in engine.generate(resolved).images]
+    finally:
+        dit._copies.copy = copy
+    compute = statistics.median(seconds for image in images for seconds in image.step_seconds)
     share = max(copies, compute) / step
     text = f"copies {copies:.4f} s ({dit.host_bytes / GIB:.1f} GiB), computation {compute:.4f}"
     text += f", together {step:.4f}: {share:.3f}"
