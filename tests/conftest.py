@@ -24,7 +24,7 @@ settings.load_profile("suite")
 # Tests run in several processes, and one thread each is the fastest for shapes as small as theirs. The same
 # goes for processes that they start.
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 WORDS = (
     "[PAD]",
