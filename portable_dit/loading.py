@@ -146,13 +146,14 @@ def set_up(
 
     rank: which of this host's devices it is for, where the layout has several; counted anew beyond the last.
     """
-    host.ask_for_huge_pages()
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
     elif overrides:
         raise RecipeError("overrides: this recipe is loaded already. Give them to load_recipe.")
     spec = read_spec(recipe)
     backend = select_backend(recipe.device.backend)
+    if backend.id != HOST:  # on the host pictures come and go, and keep a third more memory with large pages
+        host.ask_for_huge_pages()
     devices = backend.devices()
     device = devices[rank % len(devices)]
     capabilities = backend.capabilities(device)

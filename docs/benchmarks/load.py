@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     args = parser.parse_args()
-    ask_for_huge_pages()  # as every engine does before it loads
+    ask_for_huge_pages()  # as engines of accelerators do before they load
     count = max(1, round(args.gb * 1e9 / (2 * ROWS * COLUMNS)))
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)

@@ -52,9 +52,9 @@ NUMBERS = {
     "fp8": {"precision": "float32", "quantization.dit": "fp8_row"},
 }
 OFFLOAD = {"resident": {}, "layerwise": {"offload.dit": "layerwise"}}
-# What each layout is tried with; that other formats do the same, two processes show.
-TRIED = (("float32", "resident"), ("fp8", "resident"), ("fp8", "layerwise"))
-TRIED_BY_TWO = (*TRIED, ("float32", "layerwise"), ("bfloat16", "resident"))
+# What each layout is tried with; of other formats, and blocks that rest elsewhere, two processes tell enough.
+TRIED = (("float32", "resident"), ("fp8", "resident"))
+TRIED_BY_TWO = (*TRIED, ("bfloat16", "resident"), ("float32", "layerwise"), ("fp8", "layerwise"))
 BYTES_STORED = 2  # of a weight in the checkpoints of both large models
 BIT_FOR_BIT = {"ulysses", "vae_tiles", "data"}  # axes that change no sum
 CONVOLVES = "hunyuan-image-3"  # convolutions of few tiles are not those of many to the last bit
@@ -293,12 +293,14 @@ def test_every_layout_draws_the_picture_of_one_process(drawn, alone):
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("drawn", [2], indirect=True, ids=["2-processes"])
 def test_where_weights_rest_changes_nothing(drawn):
     jobs, answers = drawn
-    for job in jobs:
-        if job.name.endswith("|layerwise"):
-            resident = answers[job.name.replace("|layerwise", "|resident")]
-            assert np.array_equal(answers[job.name].pixels, resident.pixels), job.name
+    streamed = [job for job in jobs if job.name.endswith("|layerwise")]
+    assert streamed
+    for job in streamed:
+        resident = answers[job.name.replace("|layerwise", "|resident")]
+        assert np.array_equal(answers[job.name].pixels, resident.pixels), job.name
 
 
 def test_a_rank_reads_its_share_of_the_weights_and_no_more(drawn, recipes, alone):
