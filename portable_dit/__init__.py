@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from portable_dit.catalog import load_recipe
     from portable_dit.engine import Engine, generate
     from portable_dit.errors import PortableDitError
-    from portable_dit.loading import set_up
     from portable_dit.plan import Plan, make_plan
     from portable_dit.recipe import Recipe
     from portable_dit.request import Request
     from portable_dit.result import Picture, Result
+    from portable_dit.setup import set_up
 
 __all__ = [
     "generate",
@@ -54,7 +54,7 @@ _HOMES = {
     "load_recipe": "catalog",
     "Plan": "plan",
     "make_plan": "plan",
-    "set_up": "loading",
+    "set_up": "setup",
     "PortableDitError": "errors",
 }
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from portable_dit.engine import Engine
-from portable_dit.loading import Setup
 from portable_dit.request import Request
 from portable_dit.result import STAGES, Result
+from portable_dit.setup import Setup
 
 ROWS = (*STAGES, "total")
 

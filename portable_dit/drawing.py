@@ -28,11 +28,11 @@ from portable_dit.errors import (
 from portable_dit.footprint import resting
 from portable_dit.image import encode
 from portable_dit.loaded import LoadedModel
-from portable_dit.loading import Setup
 from portable_dit.models.spec import COMPONENTS
 from portable_dit.plan import Plan
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import STAGES, Drawn, Event, Finished, Outcome, Picture, Result, Started
+from portable_dit.setup import Setup
 
 # How torch's allocators and numpy's word it, behind what a vendor says.
 ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.,]+ ?\w+)", re.IGNORECASE)

@@ -20,11 +20,11 @@ from typing import Any
 
 from portable_dit import DEFAULT_RECIPE
 from portable_dit.errors import PortableDitError, RecipeError, RequestError
-from portable_dit.loading import Setup, fetch, set_up
 from portable_dit.plan import Plan
 from portable_dit.recipe import Recipe
 from portable_dit.request import ReferenceSource, Request, ResolvedRequest
 from portable_dit.result import Event, Outcome, Queued, Result
+from portable_dit.setup import Setup, fetch, set_up
 from portable_dit.workers import RankReport, Workers, start_workers
 
 

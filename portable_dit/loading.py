@@ -1,8 +1,7 @@
-"""From a recipe to a model that is ready to draw.
+"""From a setup to a model that is ready to draw.
 
-`set_up` decides everything and loads nothing: recipe, spec, backend, plan. `load_model` then builds on the
-meta device, swaps quantised layers in, streams weights, binds kernels and arranges offload. A wish that
-cannot be met is refused by the first, before the second touches a byte.
+`load_model` builds on the meta device, swaps quantised layers in, streams weights, binds kernels and arranges
+offload. What cannot be met was refused before, in `setup`.
 """
 
 from __future__ import annotations
@@ -10,43 +9,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable_dit import host
-from portable_dit.capabilities import Capabilities, Device
-from portable_dit.catalog import (
-    checkpoint_folder,
-    fetch_spec,
-    fetch_weights,
-    find_family,
-    is_remote,
-    load_recipe,
-    read_spec,
-)
-from portable_dit.errors import BackendError, DoesNotFitError, RecipeError, RequestError, WeightsError
+from portable_dit.catalog import checkpoint_folder
+from portable_dit.errors import BackendError, WeightsError
 from portable_dit.loaded import LoadedModel
 from portable_dit.models import RANDOM
-from portable_dit.models.spec import (
-    COMPONENTS,
-    Family,
-    Model,
-    ModelSpec,
-    matches,
-)
-from portable_dit.plan import Plan, make_plan
-from portable_dit.plugins import select_backend
-from portable_dit.recipe import Recipe
+from portable_dit.models.spec import COMPONENTS, Model, ModelSpec, matches
 from portable_dit.recipe_rules import memory_limit
-from portable_dit.request import Request, ResolvedRequest, validate_request
+from portable_dit.setup import HOST, Setup, require_fit
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from portable_dit.backend import Backend
     from portable_dit.offload import ComponentOffload, LayerOffload
     from portable_dit.parallel.mesh import Mesh
     from portable_dit.parallel.parts import Parts
@@ -54,133 +31,7 @@ if TYPE_CHECKING:
     from portable_dit.weight_cache import CachedWeights
     from portable_dit.weights import Checkpoint
 
-GIB = 1 << 30
 log = logging.getLogger("portable_dit")
-HOST = "cpu"  # what torch calls the memory that offloaded weights rest in
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything that was decided for a recipe on this machine, before anything is loaded."""
-
-    recipe: Recipe
-    family: Family
-    spec: ModelSpec
-    backend: Backend
-    device: Device
-    capabilities: Capabilities
-    plan: Plan
-    strict: bool
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Everything a person may want to know of how the recipe is met; `changes` are among them."""
-        return (*(note.text for note in self.plan.notes if not note.changed), *self.changes)
-
-    @property
-    def changes(self) -> tuple[str, ...]:
-        """Wishes that are met in another way than they were written."""
-        return tuple(note.text for note in self.plan.notes if note.changed)
-
-    def resolve(self, request: Request) -> ResolvedRequest:
-        """The request with all defaults filled in, refused when it breaks a rule or does not fit."""
-        resolved = resolve_request(request, self.recipe, self.spec, strict=self.strict)
-        self.require_fit(resolved)
-        return resolved
-
-    def require_fit(self, request: ResolvedRequest) -> None:
-        """Raises DoesNotFitError when this request needs more memory than there is.
-
-        Strict, RequestError when its images do not fit side by side as the recipe wants them.
-        """
-        plan = self.plan_of(request)
-        _require_fit(plan)
-        wanted, fits = min(self.recipe.batch, request.images), plan.workload.batch
-        if self.strict and fits < wanted:
-            at = f"{request.width}x{request.height}"
-            problem = f"strict: batch={wanted}: {fits} of {at} fit side by side. Say batch={fits}."
-            raise RequestError(problem, [("images", problem)])
-
-    def plan_of(self, request: ResolvedRequest) -> Plan:
-        """The plan as it is for this request, whose memory may differ from that of the default picture."""
-        workload = replace(
-            self.plan.workload,
-            width=request.width,
-            height=request.height,
-            reference_sizes=tuple(reference.size for reference in request.references),
-        )
-        if workload == self.plan.workload:
-            return self.plan
-        recipe, offload = self.recipe, self.plan.offload
-        if offload.dit == "layerwise":  # blocks stay where they were loaded
-            stay = recipe.offload.model_copy(update={"resident_blocks": offload.resident_blocks})
-            recipe = recipe.model_copy(update={"offload": stay})
-        kernels, strict = self.backend.kernel_lists(), self.strict
-        return make_plan(recipe, self.spec, self.capabilities, kernels, workload, strict=strict)
-
-
-def resolve_request(
-    request: Request, recipe: Recipe, spec: ModelSpec, *, strict: bool = False
-) -> ResolvedRequest:
-    """The request with the defaults of recipe and model filled in. Raises RequestError. Torch-free."""
-    steps, scale = recipe.sampling.steps, recipe.sampling.guidance_scale
-    request = replace(
-        request,
-        steps=steps if request.steps is None else request.steps,
-        guidance_scale=scale if request.guidance_scale is None else request.guidance_scale,
-    )
-    resolved = validate_request(request, spec)
-    if strict and resolved.notes:
-        raise RequestError("\n".join(f"strict: {note}" for note in resolved.notes))
-    return resolved
-
-
-def set_up(
-    recipe: Recipe | str | Path,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    strict: bool = False,
-    rank: int = 0,
-) -> Setup:
-    """The decisions for a recipe, or one error that says all that is wrong with it. Loads nothing.
-
-    rank: which of this host's devices it is for, where the layout has several; counted anew beyond the last.
-    """
-    if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe, overrides)
-    elif overrides:
-        raise RecipeError("overrides: this recipe is loaded already. Give them to load_recipe.")
-    spec = read_spec(recipe)
-    backend = select_backend(recipe.device.backend)
-    if backend.id != HOST:  # on the host pictures come and go, and keep a third more memory with large pages
-        host.ask_for_huge_pages()
-    devices = backend.devices()
-    device = devices[rank % len(devices)]
-    capabilities = backend.capabilities(device)
-    plan = make_plan(recipe, spec, capabilities, backend.kernel_lists(), strict=strict)
-    require_packages(spec)
-    if plan.executor == "ray" and find_spec("ray") is None:
-        raise RecipeError(
-            "executor=ray: the package ray is not installed. Type: pip install 'portable-dit[ray]', or say "
-            "executor=mp, which needs no more than one host."
-        )
-    return Setup(recipe, find_family(recipe.model), spec, backend, device, capabilities, plan, strict)
-
-
-def fetch(setup: Setup) -> Setup:
-    """The setup with its weights on this machine: downloaded if they are on a hub and not here yet.
-
-    What was decided from published sizes is decided anew from the checkpoint's own configs, which come first,
-    so that what does not fit is refused before the weights are downloaded.
-    """
-    if setup.recipe.weights == RANDOM or not is_remote(setup.recipe):
-        return setup
-    spec = fetch_spec(setup.recipe)
-    if spec is not None:
-        kernels = setup.backend.kernel_lists()
-        _require_fit(make_plan(setup.recipe, spec, setup.capabilities, kernels, strict=setup.strict))
-    fetch_weights(setup.recipe)
-    return set_up(setup.recipe, strict=setup.strict)
 
 
 def load_model(
@@ -201,7 +52,7 @@ def load_model(
     from portable_dit.graphs import Graphs
     from portable_dit.prompt_cache import PromptCache
 
-    _require_fit(setup.plan)
+    require_fit(setup.plan)
     checkpoint = _open_checkpoint(setup)
     setup.backend.activate(setup.device)
     _limit_memory(setup)
@@ -282,23 +133,6 @@ def _uninitialised() -> AbstractContextManager[object]:
     return Uninitialised()
 
 
-def require_packages(spec: ModelSpec) -> None:
-    """Raises RecipeError when a package that the model runs on is not installed here."""
-    for module, advice in spec.requires.items():
-        if find_spec(module) is None:
-            raise RecipeError(
-                f"model: {spec.id} runs on the package {module}, which is not installed. Type: {advice}"
-            )
-
-
-def _require_fit(plan: Plan) -> None:
-    if not plan.fits:
-        workload = plan.workload
-        raise DoesNotFitError(
-            f"{plan.model} at {workload.width}x{workload.height} on {plan.device} {plan.verdict}"
-        )
-
-
 def _quantize(module: nn.Module, name: str, setup: Setup) -> None:
     from portable_dit.quantize import quantize
 
@@ -352,7 +186,7 @@ def _open_checkpoint(setup: Setup) -> Checkpoint | None:
     if folder is None:
         raise WeightsError(
             f"weights: {recipe.weights}: not on this machine, and this setup was not fetched. Call "
-            "portable_dit.loading.fetch first, or load it with Engine.load, which does."
+            "portable_dit.setup.fetch first, or load it with Engine.load, which does."
         )
     return Checkpoint.open(folder)
 

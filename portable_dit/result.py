@@ -28,14 +28,17 @@ class Picture:
     on the way, being cancelled, do not count. wanted: how many would have been if no bit changed by it.
     """
 
-    pixels: Pixels = field(repr=False)
+    pixels: Pixels
     seed: int
-    record: Mapping[str, Any] = field(repr=False)
+    record: Mapping[str, Any]
     seconds: Mapping[str, float]
     step_seconds: tuple[float, ...]
-    encoded: Mapping[str, bytes] = field(repr=False)
+    encoded: Mapping[str, bytes]
     batch: int = 1
     wanted: int = 1
+
+    def __repr__(self) -> str:
+        return f"Picture({self.width}x{self.height}, seed={self.seed}, {sum(self.seconds.values()):.2f} s)"
 
     @property
     def width(self) -> int:
@@ -86,6 +89,9 @@ class Result:
     kernels: Mapping[str, Mapping[str, str]]
     notes: tuple[str, ...]
     changes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Result(images={self.images}, device={self.device!r}, {self.seconds['total']:.2f} s)"
 
     def save(self, path: str | Path, *, format: str | None = None) -> tuple[SavedImage, ...]:
         """Writes every picture: one to the path itself, several as name-1, name-2, ... beside it."""

@@ -25,12 +25,12 @@ from portable_dit.drawing import KEPT, Drawing, memory_explained
 from portable_dit.errors import DeviceMemoryError, PictureError, PortableDitError, RequestError
 from portable_dit.image import Pixels, resize
 from portable_dit.loaded import LoadedModel
-from portable_dit.loading import Setup
 from portable_dit.models.spec import Denoiser, Schedule
 from portable_dit.pixels import is_finite, to_host, to_pixels
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Decoded, Encoded, Event, Outcome, Picture, Stepped
 from portable_dit.sampling import Embedded, denoise, run_each, run_together
+from portable_dit.setup import Setup
 from portable_dit.trees import shape_of
 
 

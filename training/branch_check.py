@@ -29,12 +29,13 @@ from torch import Tensor
 from portable_dit.engine import Engine
 from portable_dit.evaluation.builtin.cases import CASES, Case, Cases, load_cases
 from portable_dit.evaluation.builtin.scores import psnr
-from portable_dit.loading import load_model, set_up
+from portable_dit.loading import load_model
 from portable_dit.masks import NO_MASK
 from portable_dit.models.h3_image.dit import ATTENTION_CHUNK, MLP_CHUNK
 from portable_dit.models.h3_image.model import H3Denoiser, H3Image
 from portable_dit.ops import Modulation
 from portable_dit.sampling import denoise, draw_noise, run_each
+from portable_dit.setup import set_up
 from training.paint import paint_cases
 from training.shipped import FIGURES, weights_digest
 

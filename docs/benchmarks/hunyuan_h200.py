@@ -33,7 +33,7 @@ from portable_dit.catalog import load_recipe
 from portable_dit.errors import PortableDitError
 from portable_dit.formats import QuantizedRows, quantize_blocks
 from portable_dit.loaded import LoadedModel
-from portable_dit.loading import Setup, load_model, set_up
+from portable_dit.loading import load_model
 from portable_dit.models.hunyuan_image_3.dit import Block, image_mask
 from portable_dit.models.hunyuan_image_3.model import HunyuanImage
 from portable_dit.models.hunyuan_image_3.names import all_tensors
@@ -43,6 +43,7 @@ from portable_dit.ops import Dispatch, KeyValues, Rotary
 from portable_dit.quantize import QuantizedExpertLinear, QuantizedLinear
 from portable_dit.result import Result
 from portable_dit.safetensors_file import ITEM_BYTES, TensorFileWriter
+from portable_dit.setup import Setup, set_up
 from portable_dit.stages import draw_all
 
 RECIPE = "nvidia/h200/hunyuan-image-3-1x-fp8"

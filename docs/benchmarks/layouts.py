@@ -34,13 +34,13 @@ import torch.distributed as dist
 from portable_dit import Engine, Request
 from portable_dit.errors import RecipeError
 from portable_dit.layout import Layout
-from portable_dit.loading import set_up
 from portable_dit.models.spec import ModelSpec, Workload
 from portable_dit.parallel.collectives import Group, Pulse, split_evenly
 from portable_dit.parallel.mesh import join_mesh, leave_mesh
 from portable_dit.plugins import select_backend
 from portable_dit.recipe import Recipe, make_recipe
 from portable_dit.request import parse_size
+from portable_dit.setup import set_up
 from portable_dit.yaml_lines import parse_value
 
 PROMPT = "a red apple on a sky blue background, 3d style"

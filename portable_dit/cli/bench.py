@@ -96,7 +96,7 @@ def bench(
 
 def _bench_here(wish: RecipeWish, request: Request, *, requests: int, warmup: int, json: bool) -> None:
     from portable_dit.catalog import read_spec
-    from portable_dit.loading import resolve_request, set_up
+    from portable_dit.setup import resolve_request, set_up
 
     recipe = wish.load()
     if recipe.provenance["prompt_cache_mib"] == "default":  # a prompt that is not read is not measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,11 @@ def evaluate(
     ] = None,
     judge: Annotated[
         str | None,
-        typer.Option(metavar="URL|builtin", help="Scores: a vision model's server, or h3-mini's own judge."),
+        typer.Option(
+            metavar="URL|builtin",
+            help="Scores: a vision model's server, or h3-mini's own judge.",
+            show_default="builtin with --suite builtin, else none",
+        ),
     ] = None,
     judge_model: Annotated[str | None, typer.Option(help="The judge's name on its server.")] = None,
     pictures: Annotated[
@@ -45,7 +50,7 @@ def evaluate(
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Draw a suite on a server, let a judge score it; exit code 1 when a gate is not met."""
+    """Draw a suite on a server, let a judge score it; exit code 1 when a gate is missed."""
     if (suite == BUILTIN) != (judge == BUILTIN) and judge is not None:
         raise UserError("--suite builtin and --judge builtin: they belong together. Give both or neither.")
     if report is not None:
@@ -54,11 +59,14 @@ def evaluate(
         check_writable(report)
     found: dict[str, Any] | None
     if suite == BUILTIN:
-        if pictures or types or num_inference_steps or judge_model:
-            raise UserError(
-                "--suite builtin: is drawn and scored in one pass, as it is. Leave --pictures, --types, "
-                "--num-inference-steps and --judge-model out."
-            )
+        _require_whole(
+            {
+                "--pictures": pictures,
+                "--types": types,
+                "--num-inference-steps": num_inference_steps,
+                "--judge-model": judge_model,
+            }
+        )
         found = _builtin(server, samples_per_type)
     else:
         found = _by_rubric(
@@ -83,6 +91,16 @@ def evaluate(
         tell(f"note: {note}")
     if not found["passed"]:
         raise typer.Exit(1)
+
+
+def _require_whole(flags: Mapping[str, object]) -> None:
+    """Refuses the flags that only a suite of one's own has, as far as they were given."""
+    given = [flag for flag, value in flags.items() if value is not None]
+    if given:
+        raise UserError(
+            f"{', '.join(given)}: not with --suite builtin, which is drawn and scored in one pass, as it is. "
+            f"Leave {'it' if len(given) == 1 else 'them'} out, or name a suite's file."
+        )
 
 
 def _builtin(server: str | None, samples_per_type: int | None) -> dict[str, Any]:
@@ -156,13 +174,17 @@ def _progress(text: str) -> None:
 
 def _table(found: dict[str, Any]) -> str:
     """The report for people."""
-    lines = [f"{found['suite']}, judged by {found['judge']}: {'passed' if found['passed'] else 'FAILED'}"]
+    verdict = "passed" if found["passed"] else "FAILED"
+    open_gates = sum(gate["outcome"] == "undecided" for gate in found.get("gates", ()))
+    if found["passed"] and open_gates:
+        verdict += f", {open_gates} of {len(found['gates'])} gates undecided"
+    lines = [f"{found['suite']}, judged by {found['judge']}: {verdict}"]
     if "gates" in found:
         for gate in found["gates"]:
-            verdict = "pass" if gate["passed"] else "FAIL"
+            outcome = "MISSED" if gate["outcome"] == "missed" else gate["outcome"]
             value = "-" if gate["value"] is None else f"{gate['value']:.3f}"
             figures = f"{value:>8} of {gate['needed']:<6g} {gate['count']:5} cases"
-            lines.append(f"{gate['name']:28} {figures}  {verdict}")
+            lines.append(f"{gate['name']:28} {figures}  {outcome}")
         return "\n".join(lines)
     for name, mean in {"overall": found["overall"], **found["types"]}.items():
         value = "-" if mean["mean"] is None else f"{mean['mean']:.3f}"

@@ -25,9 +25,9 @@ from portable_dit.errors import OutputError, RequestError, at_most
 if TYPE_CHECKING:
     from portable_dit.cli.jobs import Job
     from portable_dit.engine import Engine
-    from portable_dit.loading import Setup
     from portable_dit.request import Request, ResolvedRequest
     from portable_dit.result import Event, Result, SavedImage
+    from portable_dit.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run(
     """Draw pictures from prompts."""
     from portable_dit.catalog import read_spec
     from portable_dit.cli.jobs import Wishes, read_jobs
-    from portable_dit.loading import fetch, resolve_request, set_up
+    from portable_dit.setup import fetch, resolve_request, set_up
 
     wishes = Wishes(
         prompt=prompt,

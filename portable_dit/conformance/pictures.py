@@ -21,9 +21,9 @@ from portable_dit.capabilities import Capabilities, Device
 from portable_dit.conformance.outcome import Outcome, Promises
 from portable_dit.engine import Engine
 from portable_dit.errors import UserError
-from portable_dit.loading import Setup, set_up
 from portable_dit.plugins import BUILT_IN
 from portable_dit.request import Request
+from portable_dit.setup import Setup, set_up
 
 Pixels = NDArray[np.uint8]
 PROMPT = "a red apple on a sky blue background, 3d style"

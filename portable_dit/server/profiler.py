@@ -28,10 +28,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from portable_dit.errors import OutputError
-from portable_dit.loading import Setup
 from portable_dit.models.spec import Denoiser, Model
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Finished, Outcome
+from portable_dit.setup import Setup
 from portable_dit.workers.inline import ThisProcess
 
 MAX_EVENTS = 1_000_000  # some 150 MB of trace

@@ -15,7 +15,6 @@ from fastapi import Request as HttpRequest
 
 from portable_dit.catalog import read_spec
 from portable_dit.errors import PortableDitError, near
-from portable_dit.loading import resolve_request
 from portable_dit.models.spec import ModelSpec
 from portable_dit.recipe import Recipe
 from portable_dit.request import Request, ResolvedRequest, parse_size
@@ -30,6 +29,7 @@ from portable_dit.server.replica import Replica
 from portable_dit.server.schema import Sampling
 from portable_dit.server.settings import Settings
 from portable_dit.server.ticket import Ticket, cancelled
+from portable_dit.setup import resolve_request
 
 RANDOM_SEEDS = 2**31
 DECODERS = 2  # requests whose references are decoded at the same time, since each may take much memory

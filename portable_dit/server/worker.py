@@ -29,7 +29,6 @@ from portable_dit import __version__
 from portable_dit.engine import Engine
 from portable_dit.errors import PortableDitError, RecipeError, UserError
 from portable_dit.image import Pixels, encode
-from portable_dit.loading import Setup, fetch, set_up
 from portable_dit.png import encode_png
 from portable_dit.result import Drawn, Event, Finished, Outcome, Picture, Queued, Result, Started
 from portable_dit.result import Stepped as EngineStep
@@ -52,6 +51,7 @@ from portable_dit.server.messages import (
     Stepped,
     Summary,
 )
+from portable_dit.setup import Setup, fetch, set_up
 
 PREVIEW_SIDE = 512
 BROKEN = 70  # exit code after an error that nobody expected; EX_SOFTWARE of sysexits.h

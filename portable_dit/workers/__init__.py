@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from portable_dit.layout import Layout
-from portable_dit.loading import Setup
+from portable_dit.setup import Setup
 
 if TYPE_CHECKING:
     from portable_dit.request import ResolvedRequest

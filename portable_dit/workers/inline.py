@@ -8,9 +8,10 @@ from functools import partial
 
 from portable_dit.drawing import memory_explained
 from portable_dit.loaded import LoadedModel
-from portable_dit.loading import Setup, load_model
+from portable_dit.loading import load_model
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Outcome
+from portable_dit.setup import Setup
 from portable_dit.stages import draw_all
 from portable_dit.workers import RankReport
 from portable_dit.workers.thread import DrawingThread, Tell

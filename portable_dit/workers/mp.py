@@ -28,9 +28,9 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 
 from portable_dit.errors import RankError
-from portable_dit.loading import Setup
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Outcome
+from portable_dit.setup import Setup
 from portable_dit.workers import RankReport, after_a_failure
 from portable_dit.workers.messages import (
     Alive,

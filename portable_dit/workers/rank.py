@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from portable_dit.drawing import memory_explained
 from portable_dit.loaded import LoadedModel
-from portable_dit.loading import Setup, load_model, set_up
+from portable_dit.loading import load_model
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.parallel.mesh import Mesh, join_mesh, leave_mesh
 from portable_dit.recipe import Recipe
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Outcome
+from portable_dit.setup import Setup, set_up
 from portable_dit.stages import draw_all
 from portable_dit.workers import RankReport
 

@@ -23,11 +23,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from portable_dit.errors import PortableDitError, RankError, RecipeError
-from portable_dit.loading import Setup
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.parallel.mesh import find_store, open_store
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Event, Outcome
+from portable_dit.setup import Setup
 from portable_dit.workers import RankReport, after_a_failure
 from portable_dit.workers.messages import Alive, Component, Done, Failed, Hearing, Read, Told, done, told
 from portable_dit.workers.rank import Rank, Task, innermost_line

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from portable_dit.errors import PortableDitError, RankError, RecipeError
-from portable_dit.loading import Setup
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.request import ResolvedRequest
 from portable_dit.result import Drawn, Event, Finished, Outcome, Result
+from portable_dit.setup import Setup
 from portable_dit.workers import RankReport
 from portable_dit.workers.rank import Rank, Task
 from portable_dit.workers.replicas import Share, joined, moved, shares_of

@@ -10,7 +10,7 @@ import pytest
 from portable_dit.engine import Engine
 from portable_dit.evaluation.builtin.cases import CASES, Cases, load_cases
 from portable_dit.evaluation.builtin.scores import psnr
-from portable_dit.loading import set_up
+from portable_dit.setup import set_up
 from training.branch_check import (
     FAULTS,
     LIMITS,

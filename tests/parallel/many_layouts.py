@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from portable_dit.loading import load_model, set_up
+from portable_dit.loading import load_model
 from portable_dit.models.h3_image import qwen_config
 from portable_dit.models.spec import TensorSplit
 from portable_dit.ops import Dispatch
@@ -31,6 +31,7 @@ from portable_dit.parallel.collectives import Pulse
 from portable_dit.parallel.mesh import Mesh, make_mesh
 from portable_dit.recipe import make_recipe
 from portable_dit.request import Request
+from portable_dit.setup import set_up
 from portable_dit.stages import draw_all
 
 TEXT_LAYERS = 4  # of H3-Image's text encoder, instead of 50

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from portable_dit import Request
 from portable_dit.catalog import read_spec
 from portable_dit.layout import Layout, layout_problems
-from portable_dit.loading import load_model, set_up
+from portable_dit.loading import load_model
 from portable_dit.models.h3_image import qwen_config
 from portable_dit.models.h3_image import random_checkpoint as h3_image
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN
@@ -32,6 +32,7 @@ from portable_dit.parallel import mesh
 from portable_dit.parallel.collectives import Pulse
 from portable_dit.recipe import make_recipe
 from portable_dit.sampling import predict, run_each
+from portable_dit.setup import set_up
 from portable_dit.traffic import KINDS, bytes_sent_in_a_step
 
 WORLD = 8

@@ -27,13 +27,13 @@ from portable_dit import Engine, Request
 from portable_dit.catalog import read_spec
 from portable_dit.formats import dequantize_blocks, format_named, quantize_blocks
 from portable_dit.layout import Layout, layout_problems
-from portable_dit.loading import set_up
 from portable_dit.models.h3_image import qwen_config
 from portable_dit.models.h3_image import random_checkpoint as h3_image
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN
 from portable_dit.models.hunyuan_image_3 import random_checkpoint as hunyuan
 from portable_dit.models.spec import ModelSpec, Numbers, Workload
 from portable_dit.recipe import make_recipe
+from portable_dit.setup import set_up
 from portable_dit.traffic import KINDS, bytes_sent_in_a_step
 
 HERE = Path(__file__).parent

@@ -18,8 +18,8 @@ from PIL import Image
 
 from portable_dit import Engine, Request
 from portable_dit.errors import RecipeError
-from portable_dit.loading import set_up
 from portable_dit.result import Drawn
+from portable_dit.setup import set_up
 
 PATIENCE = 200
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -95,9 +95,9 @@ def test_torchrun_is_told_apart_from_its_absence(tiny_recipe, monkeypatch):
 
 
 def test_ray_that_is_not_installed_is_told_with_what_to_type(tiny_recipe, monkeypatch):
-    import portable_dit.loading
+    import portable_dit.setup
 
     absent = lambda name: None if name == "ray" else find_spec(name)  # noqa: E731
-    monkeypatch.setattr(portable_dit.loading, "find_spec", absent)
+    monkeypatch.setattr(portable_dit.setup, "find_spec", absent)
     with pytest.raises(RecipeError, match=r"pip install 'portable-dit\[ray\]'"):
         set_up(tiny_recipe, {"executor": "ray"})

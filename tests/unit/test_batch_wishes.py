@@ -12,10 +12,10 @@ import torch
 from portable_dit.batches import FIRST_PAUSE, LEAST_VALUES, LONGEST_PAUSE, Batches
 from portable_dit.engine import Engine
 from portable_dit.errors import CancelledError, RequestError
-from portable_dit.loading import set_up
 from portable_dit.recipe import load_recipe
 from portable_dit.request import Request
 from portable_dit.result import Result, Stepped
+from portable_dit.setup import set_up
 
 TWO = Request("a red apple", size=(64, 64), images=2)
 

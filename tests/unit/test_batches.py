@@ -20,10 +20,10 @@ from portable_dit.errors import (
     RecipeError,
     RequestError,
 )
-from portable_dit.loading import set_up
 from portable_dit.models.hunyuan_image_3.random_checkpoint import write_random
 from portable_dit.recipe import make_recipe
 from portable_dit.result import Decoded, Drawn, Encoded, Finished, Queued, Started, Stepped
+from portable_dit.setup import set_up
 
 FOUR = {"batch": 4}
 

@@ -20,8 +20,8 @@ from portable_dit.errors import (
     RequestError,
     WeightsError,
 )
-from portable_dit.loading import set_up
 from portable_dit.result import Decoded, Drawn, Encoded, Finished, Queued, Started, Stepped, numbered
+from portable_dit.setup import set_up
 
 
 @pytest.fixture(scope="module")
@@ -475,7 +475,7 @@ def test_as_many_threads_compute_as_the_caller_has(engine):
 def test_importing_the_package_and_reading_a_request_needs_no_torch():
     code = (
         "import sys, portable_dit; from portable_dit import Request, Recipe, load_recipe, make_plan; "
-        "import portable_dit.loading, portable_dit.manifest, portable_dit.result; "
+        "import portable_dit.loading, portable_dit.setup, portable_dit.manifest, portable_dit.result; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from portable_dit.cli.evaluate import _table
 from portable_dit.errors import UserError
-from portable_dit.evaluation.builtin.gates import gates_of, notes_of
+from portable_dit.evaluation.builtin.gates import gates_of, notes_of, verdict_of
 from portable_dit.evaluation.builtin.scores import EDIT_GATES, T2I_GATES, Score
 from portable_dit.evaluation.judging import Judgement, read_score
 from portable_dit.evaluation.report import make_report
@@ -123,7 +124,7 @@ def test_a_sample_without_a_score_is_no_pass(suite):
         (["--suite", "s.yaml", "--judge", "http://127.0.0.1:1"], "--server: missing, which draws"),
         (["--server", "http://127.0.0.1:99999"], "not the address of a server"),
         (["--server", "http://[::1"], "not the address of a server"),
-        (["--server", "http://127.0.0.1:1", "--types", "a"], "in one pass"),
+        (["--server", "http://127.0.0.1:1", "--types", "a"], "--types: not with --suite builtin"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(cli, flags, word):
@@ -167,21 +168,57 @@ def test_a_verdict_of_a_part_says_so(tmp_path, suite):
     assert make_report(suite, "j", []).notes == ()
 
 
-def test_a_gate_that_so_few_cases_cannot_miss_once_is_named():
+def builtin_scores() -> dict[str, Score]:
+    """Scores that pass every gate."""
     scores = {f"t2i/{name}": Score(1.0, 0.9, 1.0, 200) for name in T2I_GATES}
     scores |= {
-        f"edit/{kind}/{part}": Score(20.0, 0, 30, 9) for kind in EDIT_GATES for part in ("gain", "attribute")
+        f"edit/{kind}/{part}": Score(20.0, 0, 30, 6) for kind in EDIT_GATES for part in ("gain", "attribute")
     }
     scores["edit/untouched"] = Score(1.0, 0.9, 1.0, 60)
-    assert notes_of(gates_of(scores), 60, 60) == []
-    missed = scores | {
-        "edit/remove/attribute": Score(8 / 9, 0.6, 0.9, 9),
-        "edit/untouched": Score(0.1, 0, 1, 60),
-    }
-    (note,) = notes_of(gates_of(missed), 60, 60)
-    assert "edit/remove/attribute (9 cases)" in note
-    assert "untouched" not in note
-    few, _ = notes_of(gates_of(missed), 24, 60)
+    return scores
+
+
+def outcome(name: str, scores: dict[str, Score]) -> str:
+    return next(gate["outcome"] for gate in gates_of(scores) if gate["name"] == name)
+
+
+def test_one_case_missed_of_so_few_that_none_may_be_leaves_a_gate_undecided():
+    assert notes_of(gates_of(builtin_scores()), 60, 60) == []
+    one = builtin_scores() | {"edit/remove/attribute": Score.share(torch.tensor([1.0] * 5 + [0]))}
+    assert outcome("edit/remove/attribute", one) == "undecided"
+    assert notes_of(gates_of(one), 60, 60) == [
+        "edit/remove/attribute is undecided: 1 of 6 cases is missed, and 6 are too few for 0.9, which allows "
+        "1 miss from 10 cases on"
+    ]
+    few, _ = notes_of(gates_of(one), 24, 60)
     assert few.startswith("24 of 60 pictures were drawn")
-    nothing = gates_of(scores | {"edit/untouched": Score.share(torch.zeros(0))})[-1]
-    assert (nothing["value"], nothing["passed"]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("right", "of", "expected"),
+    [(4, 6, "missed"), (5, 6, "undecided"), (6, 6, "passed"), (8, 9, "undecided"), (9, 10, "passed")]
+    + [(8, 10, "missed"), (0, 0, "missed"), (0, 2, "missed")],
+)
+def test_two_cases_missed_miss_a_gate_and_so_does_none_measured(right, of, expected):
+    share = Score.share(torch.tensor([1.0] * right + [0.0] * (of - right)))
+    assert outcome("edit/remove/attribute", builtin_scores() | {"edit/remove/attribute": share}) == expected
+
+
+def test_a_median_is_not_left_undecided():
+    assert outcome("edit/mirror/gain", builtin_scores() | {"edit/mirror/gain": Score(0.0, 0, 1, 1)}) == "missed"
+
+
+def test_an_undecided_gate_does_not_fail_the_run_and_is_told():
+    scores = builtin_scores() | {"edit/remove/attribute": Score(5 / 6, 0.4, 0.9, 6)}
+    told = verdict_of(gates_of(scores), 60, 60)
+    assert told["passed"]
+    table = _table({"suite": "builtin", "judge": "builtin", **told})
+    assert table.startswith("builtin, judged by builtin: passed, 1 of 24 gates undecided\n")
+    assert "0.833 of 0.9" in table
+    missed = verdict_of(gates_of(scores | {"edit/untouched": Score(0.1, 0, 1, 60)}), 60, 60)
+    assert not missed["passed"]
+    assert "FAILED" in _table({"suite": "builtin", "judge": "builtin", **missed})
+
+
+def test_help_says_who_judges_when_nobody_is_named(cli):
+    assert "builtin with --suite builtin" in " ".join(cli("eval", "--help").stdout.split())

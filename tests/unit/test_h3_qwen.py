@@ -14,7 +14,6 @@ from plugin_shelf import Shelf
 
 from portable_dit import Engine, Request
 from portable_dit.errors import RecipeError, RequestError, WeightsError
-from portable_dit.loading import require_packages
 from portable_dit.models.h3_image import counts
 from portable_dit.models.h3_image.config import CanvasConfig, H3Config
 from portable_dit.models.h3_image.qwen_config import TINY_QWEN, QwenConfig
@@ -26,6 +25,7 @@ from portable_dit.models.spec import Numbers, TensorSource, Workload
 from portable_dit.quantize import quantization_report
 from portable_dit.recipe import make_recipe
 from portable_dit.request import validate_request
+from portable_dit.setup import require_packages
 
 pytest.importorskip("transformers")
 

@@ -74,6 +74,7 @@ ROWS = {
     "portable_dit.batches": 5,
     "portable_dit.catalog": 6,
     "portable_dit.loading": 6,
+    "portable_dit.setup": 6,
     "portable_dit.engine": 6,
     "portable_dit.loaded": 6,
     "portable_dit.drawing": 6,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from portable_dit.errors import WeightsError
-from portable_dit.loading import load_model, set_up
+from portable_dit.loading import load_model
 from portable_dit.models.hunyuan_image_3.checkpoint import (
     stack_qkv_rows,
     swap_halves,
@@ -23,6 +23,7 @@ from portable_dit.models.hunyuan_image_3.names import all_tensors, dit_tensors, 
 from portable_dit.models.hunyuan_image_3.random_checkpoint import plan_random, write_random
 from portable_dit.models.hunyuan_image_3.vae import Decoder
 from portable_dit.recipe import Recipe
+from portable_dit.setup import set_up
 from portable_dit.slots import targets_of
 
 FULL = HunyuanConfig()

@@ -13,7 +13,7 @@ from apart_device import PLUGIN
 
 from portable_dit.engine import Engine
 from portable_dit.errors import CancelledError, RecipeError, RequestError, WeightsError
-from portable_dit.loading import load_model, set_up
+from portable_dit.loading import load_model
 from portable_dit.models.hunyuan_image_3.checkpoint import stack_qkv_rows, swap_halves
 from portable_dit.models.hunyuan_image_3.random_checkpoint import write_random
 from portable_dit.pixels import to_pixels
@@ -22,6 +22,7 @@ from portable_dit.recipe import Recipe
 from portable_dit.request import Request
 from portable_dit.result import STAGES, Stepped
 from portable_dit.sampling import predict, run_together
+from portable_dit.setup import set_up
 from portable_dit.stages import draw_all
 from portable_dit.tiles import run_tiles
 from portable_dit.weights import Checkpoint, as_tensor

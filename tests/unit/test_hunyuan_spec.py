@@ -10,7 +10,6 @@ import torch
 
 from portable_dit.errors import RecipeError, RequestError, WeightsError
 from portable_dit.layout import Layout, layout_problems
-from portable_dit.loading import set_up
 from portable_dit.machine_file import load_machine
 from portable_dit.models import read_spec
 from portable_dit.models.hunyuan_image_3.buckets import canvases
@@ -28,6 +27,7 @@ from portable_dit.plan import make_plan
 from portable_dit.recipe import Recipe
 from portable_dit.request import Request, validate_request
 from portable_dit.sampling import guided
+from portable_dit.setup import set_up
 
 FULL = HunyuanConfig()
 SPEC = make_spec("hunyuan-image-3", FULL)

@@ -13,9 +13,9 @@ from portable_dit.backend import Backend, Lane, Mark
 from portable_dit.cpu import CpuBackend
 from portable_dit.drawing import memory_explained
 from portable_dit.errors import BackendError, DeviceMemoryError
-from portable_dit.loading import set_up
 from portable_dit.offload import ALIGNMENT, ComponentOffload, offload, streamed_blocks
 from portable_dit.quantize import QuantizedLinear, quantize
+from portable_dit.setup import set_up
 
 DEVICE = CpuBackend().devices()[0]
 

@@ -5,6 +5,7 @@ Text to image is gate C, edits with one reference are gate D.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,15 +70,13 @@ def evaluate_served(
         "suite": "builtin",
         "judge": "builtin",
         "pictures": len(some),
-        "gates": gates,
-        "passed": all(gate["passed"] for gate in gates),
-        "notes": notes_of(gates, len(some), everything),
+        **verdict_of(gates, len(some), everything),
         "scores": {name: vars(score) for name, score in scores.items() if score.count},
     }
 
 
 def gates_of(scores: dict[str, Score]) -> list[dict[str, Any]]:
-    """Every gate with what was measured; one without a case for it is not passed."""
+    """Every gate with what was measured, and whether it is passed, missed or undecided."""
     needed = {f"t2i/{name}": least for name, least in T2I_GATES.items()}
     for kind, (gain, right) in EDIT_GATES.items():
         needed |= {f"edit/{kind}/gain": gain, f"edit/{kind}/attribute": right}
@@ -88,10 +87,34 @@ def gates_of(scores: dict[str, Score]) -> list[dict[str, Any]]:
             "value": scores[name].value if scores[name].count else None,
             "needed": least,
             "count": scores[name].count,
-            "passed": bool(scores[name].count and scores[name].value >= least - ROUNDING),
+            "outcome": outcome_of(scores[name], least),
         }
         for name, least in needed.items()
     ]
+
+
+def outcome_of(score: Score, needed: float) -> str:
+    """passed, missed, or undecided: one case is missed of so few that the gate allows no miss at all.
+
+    A gate without a case is missed. needed: a share of cases below 1, or a median in dB, which one case does
+    not decide.
+    """
+    if score.count and score.value >= needed - ROUNDING:
+        return "passed"
+    if not score.count or needed >= 1 or score.count >= enough_cases(needed):
+        return "missed"
+    return "undecided" if round(score.count * (1 - score.value)) == 1 else "missed"
+
+
+def enough_cases(needed: float) -> int:
+    """The least number of cases of which a share of `needed` allows that one is missed."""
+    return math.ceil(1 / (1 - needed) - ROUNDING)
+
+
+def verdict_of(gates: Sequence[Mapping[str, Any]], drawn: int, everything: int) -> dict[str, Any]:
+    """The part of the report that follows from the gates. passed: none is missed."""
+    passed = all(gate["outcome"] != "missed" for gate in gates)
+    return {"gates": gates, "passed": passed, "notes": notes_of(gates, drawn, everything)}
 
 
 def notes_of(gates: Sequence[Mapping[str, Any]], drawn: int, everything: int) -> list[str]:
@@ -102,11 +125,11 @@ def notes_of(gates: Sequence[Mapping[str, Any]], drawn: int, everything: int) ->
             f"{drawn} of {everything} pictures were drawn, and the gates are set for all: what so few miss "
             "or pass says little. Leave --samples-per-type out for the verdict."
         )
-    strict = [
-        f"{gate['name']} ({gate['count']} cases)"
-        for gate in gates
-        if not gate["passed"] and gate["needed"] < 1 and gate["count"] * (1 - gate["needed"]) < 1
-    ]
-    if strict:
-        notes.append(f"of so few cases none may be missed, which one of them decides: {', '.join(strict)}")
+    for gate in gates:
+        if gate["outcome"] == "undecided":
+            count, needed = gate["count"], gate["needed"]
+            notes.append(
+                f"{gate['name']} is undecided: 1 of {count} cases is missed, and {count} are too few for "
+                f"{needed:g}, which allows 1 miss from {enough_cases(needed)} cases on"
+            )
     return notes
