@@ -22,8 +22,12 @@ def load_recipe(ref: str | Path, overrides: Mapping[str, Any] | None = None) -> 
 
     Raises RecipeError that lists every mistake in the file and in the overrides.
     """
-    ours = str(ref) in recipe.named_recipes() or kind_of(str(ref)) != "missing"
-    return recipe.load_recipe(ref, overrides, folders=() if ours else _plugin_folders())
+    return recipe.load_recipe(ref, overrides, folders=_folders_beside(ref))
+
+
+def find_recipe(ref: str | Path) -> Path:
+    """The file of the recipe at a path or by name. Raises RecipeError."""
+    return recipe.find_recipe(ref, _folders_beside(ref))
 
 
 def named_recipes() -> dict[str, Path]:
@@ -143,6 +147,12 @@ def _more(model: str) -> Sequence[Family]:
     from portable_dit.plugins import load_additions
 
     return load_additions().families
+
+
+def _folders_beside(ref: str | Path) -> Sequence[Path]:
+    """The folders of plugins, unless the recipe is ours or a file."""
+    ours = str(ref) in recipe.named_recipes() or kind_of(str(ref)) != "missing"
+    return () if ours else _plugin_folders()
 
 
 def _plugin_folders() -> Sequence[Path]:

@@ -85,15 +85,18 @@ def at_most(lines: Sequence[str], most: int = 20) -> str:
     return "\n".join(kept)
 
 
-def near(name: str, known: list[str] | tuple[str, ...], most: int = 12) -> str:
+def near(name: str, known: list[str] | tuple[str, ...], most: int = 12, *, listed_by: str = "") -> str:
     """The half sentence for an unknown name: the nearest known one, if any, and all of them.
 
-    Of more than `most`, those that are the least unlike, and how many are left out.
+    Of more than `most`, those that are the least unlike, and how many are left out. listed_by: the command
+    that names all; it stands in for them where there is a near one.
     """
     import difflib
 
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
+    if close and listed_by:
+        return f"{hint} `{listed_by}` names all."
     shown = known if len(known) <= most else difflib.get_close_matches(name, known, n=most, cutoff=0.0)
     more = f", and {len(known) - len(shown):,} more" if len(shown) < len(known) else ""
     return f"{hint} Known: {', '.join(sorted(shown))}{more}."

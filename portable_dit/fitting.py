@@ -65,17 +65,20 @@ def keep_what_fits(
 def as_much_at_once_as_fits(
     workload: Workload, measure: Callable[[Workload], Footprint], found: Findings
 ) -> tuple[Workload, Footprint]:
-    """The workload with as many pictures and tiles at once as fit beside the rest, and its footprint."""
+    """The workload with as many pictures and tiles at once as fit beside the rest, and its footprint.
+
+    What it gave up is noted where it fits for that; where it does not all the same, the verdict says so.
+    """
     asked, tiles, size = workload.batch, workload.tile_batch, measure(workload)
     while not size.fits and size.peak_stage == "dit" and workload.batch > 1:
         workload = replace(workload, batch=workload.batch - 1)
         size = measure(workload)
-    if workload.batch < asked:
-        found.note("batch", f"the DiT takes {workload.batch} pictures at once instead of {asked}, to fit")
     while not size.fits_device and size.peak_stage == "vae" and workload.tile_batch > 1:
         workload = replace(workload, tile_batch=workload.tile_batch // 2)
         size = measure(workload)
-    if workload.tile_batch < tiles:
+    if size.fits and workload.batch < asked:
+        found.note("batch", f"the DiT takes {workload.batch} pictures at once instead of {asked}, to fit")
+    if size.fits and workload.tile_batch < tiles:
         found.note("tiles", f"the VAE takes {workload.tile_batch} tiles at once instead of {tiles}, to fit")
     return workload, size
 

@@ -196,14 +196,16 @@ def _fitted(
     found: Findings,
 ) -> tuple[Offload, Workload, Footprint]:
     """What stays on the device, what is taken at once, and the footprint with what is left for graphs."""
-    if offload.dit == "layerwise" and recipe.offload.resident_blocks is None:
+    counted = offload.dit == "layerwise" and recipe.offload.resident_blocks is None
+    if counted:
         offload = keep_what_fits(spec, measure, offload, vae_graphs=graphs["vae"])
+    workload, size = as_much_at_once_as_fits(workload, lambda w: measure(w, offload), found)
+    if counted and size.fits:
         found.note(
             "resident_blocks",
             f"{offload.resident_blocks} of the DiT's {spec.num_blocks} blocks stay on the device: as many as "
             "leave room for the largest request. offload.resident_blocks says another number",
         )
-    workload, size = as_much_at_once_as_fits(workload, lambda w: measure(w, offload), found)
     if any(graphs.values()) and not size.graphs:
         size = replace(size, graphs=min(size.left, int(GRAPH_SHARE * size.device_limit)))
     return offload, workload, size

@@ -240,7 +240,8 @@ def find_recipe(ref: str | Path, folders: Sequence[Path] = ()) -> Path:
     bare = str(ref).removeprefix("recipes/").removesuffix(".yaml")
     if bare in named:
         raise RecipeError(f"recipe {ref}: there is no such file here. The packaged one is called {bare!r}.")
-    raise RecipeError(f"recipe {ref}: neither a file nor a recipe's name.{near(bare, list(named))}")
+    hint = near(bare, list(named), listed_by="portable-dit recipes list")
+    raise RecipeError(f"recipe {ref}: neither a file nor a recipe's name.{hint}")
 
 
 def named_recipes(folders: Sequence[Path] = ()) -> dict[str, Path]:

@@ -91,7 +91,7 @@ class Result:
     changes: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return f"Result(images={self.images}, device={self.device!r}, {self.seconds['total']:.2f} s)"
+        return f"Result(images={self.images}, device={self.device!r}, {self.seconds.get('total', 0.0):.2f} s)"
 
     def save(self, path: str | Path, *, format: str | None = None) -> tuple[SavedImage, ...]:
         """Writes every picture: one to the path itself, several as name-1, name-2, ... beside it."""

@@ -290,7 +290,7 @@ def _require_figures(capabilities: Capabilities, layout: Layout) -> None:
 
 
 def table(predictions: Sequence[Prediction], *, most: int) -> list[tuple[str, ...]]:
-    """Rows for people: layout, step, share of exchanges, request, memory, images an hour, parts in ms."""
+    """Rows for people: layout, step, share of exchanges, request, memory, images an hour."""
     rows: list[tuple[str, ...]] = []
     for found in predictions[:most]:
         memory = f"{found.bytes / 2**30:.1f} GiB" + ("" if found.fits else ", too much")
@@ -302,7 +302,6 @@ def table(predictions: Sequence[Prediction], *, most: int) -> list[tuple[str, ..
                 f"{found.request_seconds:.2f} s",
                 memory,
                 f"{found.images_per_hour:,.0f}",
-                " + ".join(f"{1000 * seconds:.1f}" for seconds in found.parts.values()),
             )
         )
     return rows

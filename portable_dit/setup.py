@@ -130,8 +130,8 @@ def set_up(
     require_packages(spec)
     if plan.executor == "ray" and find_spec("ray") is None:
         raise RecipeError(
-            "executor=ray: the package ray is not installed. Type: pip install 'portable-dit[ray]', or say "
-            "executor=mp, which needs no more than one host."
+            "executor=ray: the package ray is not installed. Type: pip install 'portable-dit[ray]', or "
+            "pip install '.[ray]' in a clone; or say executor=mp, which needs no more than one host."
         )
     return Setup(recipe, find_family(recipe.model), spec, backend, device, capabilities, plan, strict)
 

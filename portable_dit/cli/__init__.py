@@ -22,11 +22,12 @@ from portable_dit.cli.conformance import conformance
 from portable_dit.cli.doctor import doctor
 from portable_dit.cli.evaluate import evaluate
 from portable_dit.cli.inspect import inspect
+from portable_dit.cli.options import as_flags
 from portable_dit.cli.plan import plan
 from portable_dit.cli.run import run
 from portable_dit.cli.serve import serve
 from portable_dit.cli.terminal import prepare_streams, tell
-from portable_dit.errors import PortableDitError
+from portable_dit.errors import DoesNotFitError, PortableDitError, RecipeError
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -53,6 +54,8 @@ class Commands(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             tell(f"error: {error}")
+            if isinstance(error, RecipeError | DoesNotFitError) and (flags := as_flags(str(error))):
+                tell(flags)
             raise typer.Exit(error.exit_code) from None
         except MemoryError:
             if ctx.params.get("debug"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ import typer
 
 from portable_dit import DEFAULT_RECIPE
 from portable_dit.cli.options import JsonFlag, RecipeWish, recipe_flags
+from portable_dit.cli.terminal import as_json
 from portable_dit.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def bench(
             quiet=json,
         )
         if json:
-            typer.echo(json_text.dumps(asdict(report)))
+            typer.echo(as_json(asdict(report)))
         if not all(point.pictures for point in report.points):
             raise typer.Exit(1)
         return
@@ -110,7 +110,7 @@ def _bench_here(wish: RecipeWish, request: Request, *, requests: int, warmup: in
 
     report = measure(set_up(recipe), request, requests=requests, warmup=warmup, on_request=show)
     if json:
-        typer.echo(json_text.dumps(asdict(report)))
+        typer.echo(as_json(asdict(report)))
     else:
         _print(report)
 

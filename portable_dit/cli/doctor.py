@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from portable_dit.cli.terminal import as_json as to_json
+
 if TYPE_CHECKING:
     from portable_dit.conformance.outcome import Outcome
+
+LEGEND = """
+Kernels, each at the case where it is furthest off. error: relative, of the worst row; a format of 8 bits
+rounds by some percent, which is what it is. tolerance: twice the error of plain torch. time, plain: ms of the
+kernel and of the same in plain torch on this device, the best of five runs."""
 
 
 def doctor(
@@ -19,6 +25,9 @@ def doctor(
         str | None,
         typer.Option("--backend", help="Examine this backend instead of the one that would be taken."),
     ] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Also show every kernel, with its error and its time.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Examine this machine; exit code 1 if something that was asked for cannot work."""
@@ -26,14 +35,16 @@ def doctor(
 
     report = examine(recipe, backend)
     if as_json:
-        typer.echo(json.dumps(report.as_dict()))
+        typer.echo(to_json(report.as_dict()))
     else:
         for check in report.checks:
             typer.echo(f"{check.status:8} {check.name}: {check.detail}")
             if check.advice:
                 typer.echo(f"         -> {check.advice}")
-        if report.probes:
-            typer.echo("\nkernels, each at its worst case (error and tolerance are relative; times in ms):")
+        if report.probes and not kernels:
+            typer.echo("         --kernels shows each of them")
+        elif report.probes:
+            typer.echo(LEGEND)
             typer.echo(_row("op", "kernel", "dtype", "result", "error", "tolerance", "time", "plain"))
             for probe in report.probes:
                 typer.echo(_probe(probe))

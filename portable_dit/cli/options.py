@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,10 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 StrictFlag = Annotated[
     bool, typer.Option("--strict", help="Refuse what would be met in another way than it was written.")
 ]
+
+
+_SETTING = r"[a-z_]+(?:\.[a-z_]+)*=\w+(?:\.\d+)?"
+ADVICE = re.compile(rf"\b(?:Say|Try|would with) ({_SETTING}(?: {_SETTING})*)")
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,17 @@ def collect_overrides(given: Mapping[str, Any], settings: Sequence[str]) -> dict
     if mistakes:
         raise RecipeError("flags that change the recipe:\n" + "\n".join(mistakes))
     return overrides
+
+
+def as_flags(message: str) -> str | None:
+    """How the keys that a message about a recipe advises are said here; None where it advises none.
+
+    Messages speak of `key=value`, which is right for files, Python and this command line alike.
+    """
+    found = ADVICE.search(message)
+    if found is None:
+        return None
+    return "On the command line: " + " ".join(f"--set {setting}" for setting in found[1].split())
 
 
 def _read_setting(setting: str) -> tuple[tuple[str, Any], str | None]:

@@ -6,13 +6,14 @@ Exit code 0: it fits. 3: it does not. 2: the recipe is wrong.
 from __future__ import annotations
 
 import json as json_text
+from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from portable_dit.cli.options import JsonFlag, RecipeWish, StrictFlag, recipe_flags
+from portable_dit.cli.options import JsonFlag, RecipeWish, StrictFlag, as_flags, recipe_flags
+from portable_dit.cli.terminal import as_json
 
 if TYPE_CHECKING:
     from portable_dit.capabilities import Capabilities, KernelLists
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3
 MOST_LAYOUTS = 16
+FIGURES = ("measured", "reference")  # keys that hold figures and decide nothing
 LEAST_WIDTH = 60  # some environments set COLUMNS to 0, at which nothing would be shown
 
 
@@ -61,6 +63,8 @@ def plan(
         typer.echo(json_text.dumps(made.as_dict()))
     else:
         show(made)
+        if not made.fits and (other := _recipe_that_fits(made, capabilities, kernels)):
+            typer.echo(f"A recipe for it that fits: --recipe {other}")
     raise typer.Exit(0 if made.fits else DOES_NOT_FIT)
 
 
@@ -83,35 +87,30 @@ def _explain_scaling(
         device_limit=plan.bytes.device_limit,
         keep_what_fits=recipe.offload.resident_blocks is None,
     )
-    if devices is not None and devices > capabilities.count:
+    count = devices or capabilities.count
+    if count > capabilities.count:
         there = f"{capabilities.count} of {plan.device} are there"
-        typer.echo(f"note: {there}; the layouts suppose {devices}", err=True)
+        typer.echo(f"note: {there}; the layouts suppose {count}", err=True)
     if json:
-        typer.echo(json_text.dumps([asdict(prediction) for prediction in found]))
+        typer.echo(as_json([asdict(prediction) for prediction in found]))
         return
     from rich.console import Console
 
-    console, rows = (
-        Console(),
-        _table(
-            "layout",
-            "step",
-            "exchanges",
-            "request",
-            "peak of a device",
-            "images/h",
-            "products + attention + between + exchanges, ms",
-        ),
-    )
+    console = Console()
+    rows = _table("layout", "step", "exchanges", "request", "peak of one", "images/h")
     console.width = max(console.width, LEAST_WIDTH)
     for row in table(found, most=MOST_LAYOUTS):
         rows.add_row(*row)
+    where = f"{count} x {plan.device}"
     with console.capture() as told:
-        console.print(f"{plan.model} at {plan.workload.width}x{plan.workload.height} on {plan.device}")
+        console.print(f"{plan.model} at {plan.workload.width}x{plan.workload.height} on {where}")
         console.print(rows)
     more = len(found) - MOST_LAYOUTS
     rest = f"{more} slower ones are left out: --json has all.\n" if more > 0 else ""
-    typer.echo(f"{told.get()}{rest}Predicted from declared figures, not measured: docs/scaling.md.")
+    typer.echo(
+        f"{told.get()}{rest}--json has the parts of a step, too.\n"
+        "Predicted from declared figures, not measured: docs/scaling.md."
+    )
 
 
 def make_workload(spec: ModelSpec, size: str | None, image_count: int) -> Workload:
@@ -143,6 +142,25 @@ def find_machine(machine: str | None, backend: str | None) -> tuple[Capabilities
     return chosen.capabilities(chosen.devices()[0]), chosen.kernel_lists()
 
 
+def _recipe_that_fits(plan: Plan, capabilities: Capabilities, kernels: KernelLists | None) -> str | None:
+    """The first recipe by name for this model and this very device with which the request fits."""
+    from portable_dit.catalog import load_recipe, named_recipes, read_spec
+    from portable_dit.errors import UserError
+    from portable_dit.plan import make_plan
+
+    for name, path in named_recipes().items():
+        recipe = load_recipe(path)
+        device = recipe.device.name
+        if recipe.model != plan.model or not device or not plan.device.startswith(device):
+            continue
+        try:
+            if make_plan(recipe, read_spec(recipe), capabilities, kernels, plan.workload).fits:
+                return name
+        except UserError:  # it is for more devices than this machine has, say
+            continue
+    return None
+
+
 def show(plan: Plan) -> None:
     """The plan as tables on stdout."""
     from rich.console import Console
@@ -157,32 +175,46 @@ def show(plan: Plan) -> None:
 def _show(console: Any, plan: Plan) -> None:
     from rich.text import Text
 
+    from portable_dit.kernel_choice import UNKNOWN
+
     where = f"{plan.model} on {plan.device} ({plan.backend})"
     work = plan.workload
     references = f", {len(work.reference_sizes)} references" if work.reference_sizes else ""
     console.print(Text(f"{where}, {work.width}x{work.height}{references}", style="bold"))
-    console.print(_recipe_table(plan), _kernel_table(plan), _bytes_table(plan))
+    console.print(_recipe_table(plan))
+    console.print("Keys at their defaults are left out: --json has all.")
+    if any(kernel != UNKNOWN for chosen in plan.kernels.values() for kernel in chosen.values()):
+        console.print(_kernel_table(plan))
+    console.print(_bytes_table(plan))
+    for line in _figures(plan):
+        console.print(Text(line), soft_wrap=True)
     for note in plan.notes:
         console.print(Text(f"note: {note.text}", style="yellow" if note.changed else ""))
     console.print(Text(plan.verdict, style="bold green" if plan.fits else "bold red"))
+    if not plan.fits and (flags := as_flags(plan.verdict)):
+        console.print(Text(flags), soft_wrap=True)
 
 
 def _recipe_table(plan: Plan) -> Any:
-    """Every key that has a value, and where it comes from; a section nobody touched is one row."""
+    """What the recipe and the flags say, and what was decided where they say nothing."""
     table = _table("recipe", "value", "from")
-    for section, keys in groupby(plan.values, key=lambda key: key.partition(".")[0]):
-        rows = [(key, plan.values[key], plan.provenance[key]) for key in keys]
-        untouched = len(rows) > 1 and all(origin == "default" for _, _, origin in rows)
-        if untouched and len({str(value) for _, value, _ in rows}) == 1:
-            rows = [(f"{section}.*", *rows[0][1:])]
-        for key, value, origin in rows:
-            if value not in ("", {}, None):
-                table.add_row(key, _say(value), origin)
+    for key, value in plan.values.items():
+        if plan.provenance[key] != "default" and key not in FIGURES and value not in ("", None):
+            table.add_row(key, _say(value), plan.provenance[key])
     for name, dtype in plan.dtype.items():
         table.add_row(f"{name} runs in", plan.formats[name] or dtype, "plan")
     for name, on in plan.graphs.items():
         table.add_row(f"{name} graphs", "on" if on else "off", "plan")
+    if plan.values["sampling.steps"] is None:
+        table.add_row("sampling.steps", str(plan.steps), "plan")
+    if plan.values["executor"] == "auto":
+        table.add_row("executor", plan.executor, "plan")
     return table
+
+
+def _figures(plan: Plan) -> list[str]:
+    """What was measured with the recipe and what others published, one figure a line."""
+    return [f"{key}: {name}: {_say(figure)}" for key in FIGURES for name, figure in plan.values[key].items()]
 
 
 def _kernel_table(plan: Plan) -> Any:
@@ -225,4 +257,8 @@ def _gib(size: int) -> str:
 
 
 def _say(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_say(inner)}" for name, inner in value.items())
+    return ", ".join(map(_say, value)) if isinstance(value, tuple | list) else str(value)

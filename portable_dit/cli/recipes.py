@@ -18,11 +18,16 @@ app = typer.Typer(
 
 
 @app.command("list")
-def list_recipes(json: JsonFlag = False) -> None:
+def list_recipes(
+    text: Annotated[str, typer.Argument(help="Only those with it in their names, as in h200 or cpu/.")] = "",
+    json: JsonFlag = False,
+) -> None:
     """Name every recipe that is found by name."""
     from portable_dit.catalog import load_recipe, named_recipes
 
-    named = named_recipes()
+    named = {name: path for name, path in named_recipes().items() if text.lower() in name.lower()}
+    if not named:
+        raise RecipeError(f"{text!r}: in no recipe's name. `portable-dit recipes list` names all.")
     rows = [(name, load_recipe(path)) for name, path in named.items()]
     if json:
         listed = [
@@ -48,6 +53,9 @@ def show(
     named: Annotated[
         str | None, typer.Argument(metavar="NAME|FILE", help="The recipe, if not by --recipe.")
     ] = None,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print the file as it is, to start a recipe of your own from.")
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Print every key of a recipe, its value and where it comes from."""
@@ -56,6 +64,13 @@ def show(
             raise RecipeError(f"two recipes: {named!r} and --recipe {wish.ref!r}. Say one of them.")
         wish = replace(wish, ref=named)
     recipe = wish.load()
+    if yaml:
+        if wish.overrides or json:
+            raise RecipeError("--yaml: prints the file as it is. Leave --json and flags for keys out.")
+        from portable_dit.catalog import find_recipe
+
+        typer.echo(find_recipe(wish.ref).read_text(encoding="utf-8"), nl=False)
+        return
     values, provenance = recipe.values(), recipe.provenance
     if json:
         keys = {key: {"value": value, "from": provenance[key]} for key, value in values.items()}

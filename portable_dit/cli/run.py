@@ -7,7 +7,6 @@ line per prompt.
 
 from __future__ import annotations
 
-import json as json_text
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from portable_dit.cli.options import JsonFlag, RecipeWish, StrictFlag, recipe_flags
+from portable_dit.cli.terminal import as_json
 from portable_dit.errors import OutputError, RequestError, at_most
 
 if TYPE_CHECKING:
@@ -79,9 +79,16 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of the first image; image k uses seed + k.")] = 0,
     num_images: Annotated[int, typer.Option("-n", "--num-images", help="Images per prompt.")] = 1,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to write; several become name-1, name-2, ...")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Where to write, as .png, .jpg, .jpeg or .webp; several become name-1, name-2, ...",
+        ),
     ] = None,
-    format: Annotated[str | None, typer.Option(help="png, jpeg or webp; else by the file's name.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="png, jpeg or webp; else by the name of -o, without one PNG.")
+    ] = None,
     strict: StrictFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -212,13 +219,13 @@ def _draw(engine: Engine, work: Work, bar: Bar, json: bool) -> None:
     if not engine.leads:
         return
     if json:
-        typer.echo(json_text.dumps(_as_json(result, saved, work)))
+        typer.echo(as_json(_answer(result, saved, work)))
     else:
         for change in result.changes:
             typer.echo(f"note: {change}", err=True)
 
 
-def _as_json(result: Result, saved: list[SavedImage], work: Work) -> dict[str, Any]:
+def _answer(result: Result, saved: list[SavedImage], work: Work) -> dict[str, Any]:
     """What --json prints for one prompt."""
     return {
         "images": [{**asdict(image), "path": str(image.path)} for image in saved],

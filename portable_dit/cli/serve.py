@@ -70,7 +70,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise UserError(
             f"serve: needs the package {error.name}, which is not installed. "
-            "Type: pip install 'portable-dit[serve]'"
+            "Type: pip install 'portable-dit[serve]', or pip install '.[serve]' in a clone."
         ) from error
     from portable_dit.server.settings import (
         Limits,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import json
 import os
 import re
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 
@@ -45,6 +48,22 @@ def tell(text: str) -> None:
     """A message for people, on stderr; a stderr that cannot be written changes nothing else."""
     with contextlib.suppress(OSError):
         typer.echo(printable(text), err=True)
+
+
+def as_json(data: Any) -> str:
+    """One line of JSON with what was measured: fractions have seven digits, and clocks know no more.
+
+    Not for what is to be read back exactly, such as a recipe's values.
+    """
+    return json.dumps(_rounded(data))
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, float):
+        return float(f"{data:.7g}")
+    if isinstance(data, Mapping):
+        return {key: _rounded(value) for key, value in data.items()}
+    return [_rounded(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def printable(text: str) -> str:

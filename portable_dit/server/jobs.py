@@ -57,7 +57,7 @@ async def status(id: str, http: Request, service: Serving) -> Response:
 
 @router.get("/v1/jobs/{id}/events", summary="What happens to a job, as server-sent events")
 async def events(id: str, http: Request, service: Serving) -> Response:
-    """queued, step (with a preview), image and, last, finished, failed, cancelled or interrupted."""
+    """queued, step (with a preview where the job has `previews`), and last how it ended."""
     job = await _job(service, id, http.state.client)
     stream = _events(http, service, job)
     return StreamingResponse(stream, media_type="text/event-stream", headers=SSE_HEADERS)

@@ -48,9 +48,10 @@ def test_a_server_is_measured_at_several_numbers_of_clients(cli, server, tmp_pat
     for point in report["points"]:
         assert (point["pictures"], point["failures"]) == (6, 0)
         assert 0 < point["p50"] <= point["p95"] <= point["p99"]
-        assert point["pictures_per_hour"] == pytest.approx(3600 * 6 / point["seconds"])
-        assert point["cost_per_picture"] >= 3.0 / point["pictures_per_hour"]
-        assert point["revenue_per_device_hour"] == pytest.approx(point["pictures_per_hour"] * 0.06879 * 0.75)
+        hourly = point["pictures_per_hour"]  # figures of seven digits, like all here
+        assert hourly == pytest.approx(3600 * 6 / point["seconds"], rel=1e-5)
+        assert point["cost_per_picture"] >= 2.9999 / hourly
+        assert point["revenue_per_device_hour"] == pytest.approx(hourly * 0.06879 * 0.75, rel=1e-5)
     ElementTree.parse(plot)
     text = cli("bench", *flags)
     assert text.stdout.splitlines()[0].split()[0] == "clients"

@@ -66,8 +66,10 @@ def files(results):
     return [[image.data("png") for image in result.images] for result in results]
 
 
-def pixels(results):
-    return [image.pixels.tobytes() for result in results for image in result.images]
+def whole(results):
+    """Pixels and record of all images, in order, but for the recipe, which is another engine's."""
+    images = [image for result in results for image in result.images]
+    return [(image.pixels.tobytes(), {**image.record, "recipe": None}) for image in images]
 
 
 def one_at_a_time(engine):
@@ -79,7 +81,7 @@ def one_at_a_time(engine):
     ]
     results = [engine.generate(request) for request in single]
     assert batches(results) == [[1]] * len(single)
-    return pixels(results)
+    return whole(results)
 
 
 def batches(results):
@@ -96,7 +98,7 @@ def test_two_ranks_draw_side_by_side_what_they_draw_one_at_a_time(tiny_recipe, a
     # The ring's kernel adds otherwise for several pictures at some sizes.
     together, apart = [[3, 3], [3], [1], [1]], [[1, 1], [1], [1], [1]]
     assert batches(results) == together or ("ring" in axes and batches(results) == apart)
-    assert pixels(results) == expected
+    assert whole(results) == expected
     finished = {place: event.result for place, event in seen if isinstance(event, Finished)}
     assert files(finished[place] for place in range(4)) == files(results), "the event has the pictures too"
 
@@ -116,7 +118,7 @@ def test_replicas_share_the_pictures_of_several_requests(tiny_recipe):
         outcomes = engine.generate_all(
             many, on_event=heard, cancelled=lambda place: not place and steps[0] > 1
         )
-    assert pixels(results) == expected
+    assert whole(results) == expected
     assert batches(results) == [[3, 3], [3], [1], [1]], "three pictures for one, two for the other"
     finished = {place: event.result for place, event in seen if isinstance(event, Finished)}
     assert files(finished[place] for place in range(4)) == files(results)
@@ -132,7 +134,7 @@ def test_one_rank_whose_bits_change_keeps_all_of_them_from_it(tiny_recipe, shelf
             results = engine.generate_all(REQUESTS)
             assert batches(results) == [[1, 1], [1], [1], [1]]
             assert "came out otherwise here" in results[0].notes[-1]
-            assert pixels(results) == expected
+            assert whole(results) == expected
 
 
 def test_who_is_cancelled_leaves_a_batch_of_two_ranks_and_no_rank_is_lost(tiny_recipe):

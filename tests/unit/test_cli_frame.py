@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import portable_dit
 from portable_dit.cli import app
-from portable_dit.cli.options import FLAGS
+from portable_dit.cli.options import FLAGS, as_flags
 from portable_dit.errors import DeviceMemoryError, DoesNotFitError, OutputError
 from portable_dit.recipe import Recipe
 
@@ -93,11 +93,15 @@ def test_an_error_is_one_message_on_stderr_and_an_exit_code():
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_name_among_very_many_is_answered_with_the_nearest_few():
+def test_a_wrong_name_among_very_many_is_answered_with_the_near_one_or_the_nearest_few():
     done = call("plan", "--recipe", "nvidia/h200/h3-image-1x-bf17")
     assert done.exit_code == 2
-    assert "Did you mean 'nvidia/h200/h3-image-1x-bf16'?" in done.stderr
-    assert re.search(r"and \d+ more\.$", done.stderr.strip())
+    assert done.stderr.rstrip().endswith(
+        "Did you mean 'nvidia/h200/h3-image-1x-bf16'? `portable-dit recipes list` names all."
+    )
+    done = call("plan", "--recipe", "?")
+    assert "Did you mean" not in done.stderr
+    assert re.search(r"Known: .*, and \d+ more\.$", done.stderr.strip())
     assert len(done.stderr) < 1000
 
 
@@ -203,8 +207,60 @@ def test_a_plan_for_a_machine_that_is_elsewhere(weights):
     words = " ".join(done.stdout.split())
     assert "device.backend None" not in words
     assert "model h3-mini recipe" in words
-    assert "layout.* 1 default" in words
-    assert "dit attention unknown" in words or "backend cuda is not installed" not in words
+    assert "vae runs in float32 plan" in words
+    assert "executor inline plan" in words
+    assert "layout." not in words, "a key at its default says nothing"
+    assert "Keys at their defaults are left out" in words
+    assert "unknown" not in words, "a backend that is not here is one note, no table"
+
+
+def on_machine(recipe: str, machine: str, *flags: object):
+    return call("plan", "--recipe", recipe, "--machine", MACHINES / f"{machine}.json", *flags)
+
+
+def test_measured_figures_are_the_last_of_a_plan_one_a_line():
+    done = on_machine("nvidia/h200/h3-image-1x-fp8", "h200")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith("measured: text_to_image_4096: seconds ")]
+    assert lines.index(line) > next(k for k, line in enumerate(lines) if line.startswith(" memory"))
+    assert "{" not in done.stdout
+
+
+def test_a_plan_that_does_not_fit_names_flags_and_a_recipe_that_does():
+    done = on_machine("nvidia/h200/h3-image-1x-bf16", "rtx-4090")
+    assert done.exit_code == 3
+    assert ", to fit" not in done.stdout, "what was given up did not help"
+    *_, flags, other = done.stdout.splitlines()
+    settings = flags.removeprefix("On the command line: ").split()
+    assert on_machine("nvidia/h200/h3-image-1x-bf16", "rtx-4090", *settings).exit_code == 0
+    name = other.removeprefix("A recipe for it that fits: --recipe ")
+    assert name.startswith("nvidia/rtx4090/")
+    assert on_machine(name, "rtx-4090").exit_code == 0
+    told = json.loads(on_machine("nvidia/h200/h3-image-1x-bf16", "rtx-4090", "--json").stdout)
+    assert not [note for note in told["notes"] if note["code"] in ("tiles", "batch", "resident_blocks")]
+
+
+def test_a_refusal_says_how_its_keys_are_said_as_flags(weights):
+    machine = ("--machine", MACHINES / "h200.json")
+    done = call("plan", "--set", weights, *machine)
+    assert done.stderr.rstrip().endswith("On the command line: --set device.backend=cuda")
+    done = call("plan", "--set", weights, *machine, "--set", "device.backend=cuda")
+    assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "flags"),
+    [
+        ("Say device.backend=cuda, or leave it out.", "--set device.backend=cuda"),
+        ("It would with graphs.memory_gib=0.25.", "--set graphs.memory_gib=0.25"),
+        ("It would with offload.dit=layerwise a.b=1.", "--set offload.dit=layerwise --set a.b=1"),
+        ("Say executor=mp, or auto.", "--set executor=mp"),
+        ("layout.ring=3: too many. Say less.", None),
+    ],
+)
+def test_what_a_message_advises_is_found_in_it(message, flags):
+    assert as_flags(message) == (None if flags is None else f"On the command line: {flags}")
 
 
 def test_a_plan_that_does_not_fit_has_its_own_exit_code(weights):
@@ -262,6 +318,24 @@ def test_recipes_are_listed_with_what_they_are_for():
     assert "cpu/h3-mini" in done.stdout
     listed = json.loads(call("recipes", "list", "--json").stdout)
     assert any({"name": "cpu/h3-mini", "model": "h3-mini"}.items() <= row.items() for row in listed)
+    some = json.loads(call("recipes", "list", "H200", "--json").stdout)
+    assert some == [row for row in listed if "h200" in row["name"]]
+    assert 0 < len(some) < len(listed)
+    none = call("recipes", "list", "zx81")
+    assert (none.exit_code, "'zx81': in no recipe's name" in none.stderr) == (2, True)
+
+
+def test_a_recipe_can_be_printed_as_the_start_of_ones_own(tmp_path):
+    done = call("recipes", "show", "cpu/h3-mini", "--yaml")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(done.stdout)
+    assert "#" in done.stdout, "with the words that explain it"
+    assert call("recipes", "validate", mine).exit_code == 0
+    same = [json.loads(call("recipes", "show", r, "--json").stdout)["digest"] for r in ("cpu/h3-mini", mine)]
+    assert same[0] == same[1]
+    refused = call("recipes", "show", "cpu/h3-mini", "--yaml", "--usp", 2)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "Leave --json and flags for keys out" in refused.stderr
 
 
 def test_validate_tells_right_from_wrong(tmp_path, weights):

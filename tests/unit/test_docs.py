@@ -75,10 +75,10 @@ def test_what_a_page_draws_with_made_up_weights_is_drawn(page, cli, tmp_path, mo
     for line in (lines[first], *examples):
         done = cli(*shlex.split(line))
         assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "out.png").is_file()
+    assert {line.split()[-1] for line in examples} == {made.name for made in tmp_path.glob("*.png")}
 
 
-@pytest.mark.parametrize("line", ["draw --prompt x", "run --recipee cpu/h3-mini", "recipes list extra"])
+@pytest.mark.parametrize("line", ["draw --prompt x", "run --recipee cpu/h3-mini", "recipes list rtx extra"])
 def test_a_command_that_does_not_exist_is_found(line):
     with pytest.raises(Exception, match=r"draw|No such option|unexpected extra"):
         test_every_command_in_the_documents_exists_with_its_options(line)

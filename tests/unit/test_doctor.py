@@ -77,10 +77,21 @@ def test_a_wrong_kernel_that_would_be_used_is_a_problem_with_advice(cli, shelf) 
     assert problem["advice"]
 
 
+def test_kernels_are_shown_when_they_are_asked_for(cli, shelf) -> None:
+    shelf.install("sick", BROKEN_KERNELS)
+    summary, table = (cli("doctor", "--backend", "sick", *flags).stdout for flags in ([], ["--kernels"]))
+    assert "problem  kernel attention wrong: " in summary
+    assert "--kernels shows each of them" in summary
+    assert "tolerance" not in summary
+    assert "plain: ms of the" in " ".join(table.split())
+    assert re.search(r"attention +wrong +\S+ +fail", table)
+
+
 def test_a_broken_plugin_is_a_warning_until_it_is_asked_for(cli, shelf) -> None:
     shelf.install("sick", "import no_such_driver_library")
     run = cli("doctor", "--backend", "sick")
     assert run.exit_code == 1
+    assert "tolerance" not in run.stdout
     assert re.search(r"warning  plugin sick: pdit\S+ 1.2: ModuleNotFoundError", run.stdout)
     assert "problem  backend: backend 'sick' was asked for" in run.stdout
     assert "no_such_driver_library" in run.stdout

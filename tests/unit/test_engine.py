@@ -46,6 +46,15 @@ def test_a_picture_has_the_size_and_seed_that_were_asked_for(engine):
     assert result.images[0].pixels.std() > 1
 
 
+def test_a_result_is_printed_in_a_line_that_says_the_essentials(engine):
+    result = engine.generate(Request("a red apple", size=(64, 96), seed=5, images=2))
+    told = repr(Finished(result))
+    assert told.count("Picture(64x96, seed=5, ") == 1
+    assert told.count("Picture(64x96, seed=6, ") == 1
+    assert told.endswith(" s))")
+    assert len(told) < 200
+
+
 def test_the_same_seed_is_the_same_file_byte_for_byte(engine):
     request = Request("a red apple", seed=3)
     first, second = (engine.generate(request).images[0].data("png") for _ in range(2))

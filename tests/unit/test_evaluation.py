@@ -196,8 +196,17 @@ def test_one_case_missed_of_so_few_that_none_may_be_leaves_a_gate_undecided():
 
 @pytest.mark.parametrize(
     ("right", "of", "expected"),
-    [(4, 6, "missed"), (5, 6, "undecided"), (6, 6, "passed"), (8, 9, "undecided"), (9, 10, "passed")]
-    + [(8, 10, "missed"), (0, 0, "missed"), (0, 2, "missed")],
+    [
+        (4, 6, "missed"),
+        (5, 6, "undecided"),
+        (6, 6, "passed"),
+        (8, 9, "undecided"),
+        (9, 10, "passed"),
+        (8, 10, "missed"),
+        (0, 1, "missed"),
+        (0, 2, "missed"),
+        (0, 0, "missed"),
+    ],
 )
 def test_two_cases_missed_miss_a_gate_and_so_does_none_measured(right, of, expected):
     share = Score.share(torch.tensor([1.0] * right + [0.0] * (of - right)))
@@ -205,7 +214,8 @@ def test_two_cases_missed_miss_a_gate_and_so_does_none_measured(right, of, expec
 
 
 def test_a_median_is_not_left_undecided():
-    assert outcome("edit/mirror/gain", builtin_scores() | {"edit/mirror/gain": Score(0.0, 0, 1, 1)}) == "missed"
+    scores = builtin_scores() | {"edit/mirror/gain": Score(0.0, 0, 1, 1)}
+    assert outcome("edit/mirror/gain", scores) == "missed"
 
 
 def test_an_undecided_gate_does_not_fail_the_run_and_is_told():

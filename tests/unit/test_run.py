@@ -43,6 +43,7 @@ def test_json_is_one_line_that_says_everything(run, tmp_path):
     assert {"text_encode", "prepare", "denoise", "vae_decode", "encode_png", "total"} <= set(
         answer["seconds"]
     )
+    assert all(value == float(f"{value:.7g}") for steps in answer["seconds"]["steps"] for value in steps)
     assert answer["peak_bytes"] > 0
     assert answer["backend"] == "cpu"
     assert set(answer["kernels"]) == {"text_encoder", "dit", "vae"}
@@ -73,7 +74,13 @@ def test_the_size_is_the_one_asked_for(run, tmp_path, flags, size):
 
 @pytest.mark.parametrize(
     ("name", "flags", "kind"),
-    [("a.jpg", (), "JPEG"), ("a.webp", (), "WEBP"), ("a", ("--format", "jpeg"), "JPEG"), ("a", (), "PNG")],
+    [
+        ("a.jpg", (), "JPEG"),
+        ("a.JPEG", (), "JPEG"),
+        ("a.webp", (), "WEBP"),
+        ("a", ("--format", "jpeg"), "JPEG"),
+        ("a", (), "PNG"),
+    ],
 )
 def test_the_format_is_the_one_asked_for_and_carries_the_record(run, tmp_path, name, flags, kind):
     out = tmp_path / name

@@ -201,6 +201,7 @@ def test_the_command_line_ranks_the_layouts_of_a_machine(cli):
     assert first["layout"]["ulysses"] * first["layout"]["ring"] == 2
     shown = cli(*words, "--explain-scaling", "--devices", 2).stdout
     assert "ring 2" in shown
+    assert "2 x NVIDIA H200" in shown
     assert "not measured" in shown
     assert "left out" not in shown
 

@@ -95,7 +95,7 @@ def _import_fault() -> str | None:
     if found is None:
         return (
             "torch_npu is not installed. On a machine with the driver and CANN: "
-            "pip install 'portable-dit-ascend[npu]'"
+            "pip install 'portable-dit-ascend[npu]', or pip install './backends/ascend[npu]' in a clone"
         )
     if found.split(".")[:3] != torch.__version__.split("+")[0].split(".")[:3]:
         return (

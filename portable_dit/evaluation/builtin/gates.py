@@ -96,14 +96,14 @@ def gates_of(scores: dict[str, Score]) -> list[dict[str, Any]]:
 def outcome_of(score: Score, needed: float) -> str:
     """passed, missed, or undecided: one case is missed of so few that the gate allows no miss at all.
 
-    A gate without a case is missed. needed: a share of cases below 1, or a median in dB, which one case does
-    not decide.
+    A gate of which no case is right is missed. needed: a share of cases below 1, or a median in dB, which one
+    case does not decide.
     """
     if score.count and score.value >= needed - ROUNDING:
         return "passed"
     if not score.count or needed >= 1 or score.count >= enough_cases(needed):
         return "missed"
-    return "undecided" if round(score.count * (1 - score.value)) == 1 else "missed"
+    return "undecided" if score.value and round(score.count * (1 - score.value)) == 1 else "missed"
 
 
 def enough_cases(needed: float) -> int:

@@ -289,7 +289,9 @@ def make_spec(model: str, config: H3Config, *, notes: tuple[str, ...] = ()) -> H
         prompt_tokens=ASSUMED_PROMPT_TOKENS if isinstance(text, QwenConfig) else text.max_tokens,
         notes=(*notes, *config.notes),
         linears=_linears(config),
-        requires={"transformers": "pip install 'portable-dit[h3]'"} if isinstance(text, QwenConfig) else {},
+        requires={"transformers": "pip install 'portable-dit[h3]', or pip install '.[h3]' in a clone"}
+        if isinstance(text, QwenConfig)
+        else {},
         producers=PRODUCERS,
         temporary=TEMPORARY,
         tensor_plan=_tensor_plan(config),
