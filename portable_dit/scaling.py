@@ -290,16 +290,16 @@ def _require_figures(capabilities: Capabilities, layout: Layout) -> None:
 
 
 def table(predictions: Sequence[Prediction], *, most: int) -> list[tuple[str, ...]]:
-    """Rows for people: layout, step, share of exchanges, request, memory, images an hour."""
+    """Rows for people: layout, step in ms, share of exchanges, request in s, peak in GiB, images an hour."""
     rows: list[tuple[str, ...]] = []
     for found in predictions[:most]:
-        memory = f"{found.bytes / 2**30:.1f} GiB" + ("" if found.fits else ", too much")
+        memory = f"{found.bytes / 2**30:.1f}" + ("" if found.fits else " too much")
         rows.append(
             (
                 words(found.layout),
-                f"{1000 * found.step_seconds:.1f} ms",
+                f"{1000 * found.step_seconds:.1f}",
                 f"{found.exchange_share:.0%}",
-                f"{found.request_seconds:.2f} s",
+                f"{found.request_seconds:.2f}",
                 memory,
                 f"{found.images_per_hour:,.0f}",
             )
@@ -308,7 +308,7 @@ def table(predictions: Sequence[Prediction], *, most: int) -> list[tuple[str, ..
 
 
 def words(layout: Layout) -> str:
-    """What splits the DiT, as a recipe names it; text encoder and tiles use the same devices."""
-    axes = ("guidance", "ring", "ulysses", "tensor", "expert")
+    """What splits the DiT, as a recipe names it; text encoder, tiles and experts use the same devices."""
+    axes = ("guidance", "ring", "ulysses", "tensor", *(["expert"] if layout.expert != layout.tensor else []))
     split = {axis: getattr(layout, axis) for axis in axes}
     return " ".join(f"{axis} {degree}" for axis, degree in split.items() if degree > 1) or "one device"

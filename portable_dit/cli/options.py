@@ -189,10 +189,9 @@ def as_flags(message: str) -> str | None:
 
     Messages speak of `key=value`, which is right for files, Python and this command line alike.
     """
-    found = ADVICE.search(message)
-    if found is None:
-        return None
-    return "On the command line: " + " ".join(f"--set {setting}" for setting in found[1].split())
+    settings = [setting for found in ADVICE.finditer(message) for setting in found[1].split()]
+    flags = " ".join(f"--set {setting}" for setting in dict.fromkeys(settings))
+    return f"On the command line: {flags}" if flags else None
 
 
 def _read_setting(setting: str) -> tuple[tuple[str, Any], str | None]:

@@ -97,7 +97,7 @@ def _explain_scaling(
     from rich.console import Console
 
     console = Console()
-    rows = _table("layout", "step", "exchanges", "request", "peak of one", "images/h")
+    rows = _table("layout", "step\nms", "of which\nexchanges", "request\ns", "peak\nGiB", "images\nan hour")
     console.width = max(console.width, LEAST_WIDTH)
     for row in table(found, most=MOST_LAYOUTS):
         rows.add_row(*row)
@@ -108,7 +108,7 @@ def _explain_scaling(
     more = len(found) - MOST_LAYOUTS
     rest = f"{more} slower ones are left out: --json has all.\n" if more > 0 else ""
     typer.echo(
-        f"{told.get()}{rest}--json has the parts of a step, too.\n"
+        f"{told.get()}{rest}Text encoder, tiles and experts use the same devices: --json has every key.\n"
         "Predicted from declared figures, not measured: docs/scaling.md."
     )
 
@@ -143,17 +143,21 @@ def find_machine(machine: str | None, backend: str | None) -> tuple[Capabilities
 
 
 def _recipe_that_fits(plan: Plan, capabilities: Capabilities, kernels: KernelLists | None) -> str | None:
-    """The first recipe by name for this model and this very device with which the request fits."""
+    """The first recipe by name for this model and this very device with which the request fits.
+
+    A limit on the device's memory that was wished stays.
+    """
     from portable_dit.catalog import load_recipe, named_recipes, read_spec
     from portable_dit.errors import UserError
     from portable_dit.plan import make_plan
 
+    limit = plan.values["device.memory_gib"]
     for name, path in named_recipes().items():
-        recipe = load_recipe(path)
-        device = recipe.device.name
-        if recipe.model != plan.model or not device or not plan.device.startswith(device):
-            continue
         try:
+            recipe = load_recipe(path, None if limit is None else {"device.memory_gib": limit})
+            device = recipe.device.name
+            if recipe.model != plan.model or not device or not plan.device.startswith(device):
+                continue
             if make_plan(recipe, read_spec(recipe), capabilities, kernels, plan.workload).fits:
                 return name
         except UserError:  # it is for more devices than this machine has, say
@@ -182,7 +186,7 @@ def _show(console: Any, plan: Plan) -> None:
     references = f", {len(work.reference_sizes)} references" if work.reference_sizes else ""
     console.print(Text(f"{where}, {work.width}x{work.height}{references}", style="bold"))
     console.print(_recipe_table(plan))
-    console.print("Keys at their defaults are left out: --json has all.")
+    console.print(Text("Keys at their defaults are left out: --json has all."))
     if any(kernel != UNKNOWN for chosen in plan.kernels.values() for kernel in chosen.values()):
         console.print(_kernel_table(plan))
     console.print(_bytes_table(plan))

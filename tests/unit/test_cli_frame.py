@@ -237,6 +237,8 @@ def test_a_plan_that_does_not_fit_names_flags_and_a_recipe_that_does():
     name = other.removeprefix("A recipe for it that fits: --recipe ")
     assert name.startswith("nvidia/rtx4090/")
     assert on_machine(name, "rtx-4090").exit_code == 0
+    limited = on_machine("nvidia/h200/h3-image-1x-bf16", "rtx-4090", "--max-vram", 1)
+    assert (limited.exit_code, "A recipe" in limited.stdout) == (3, False)
     told = json.loads(on_machine("nvidia/h200/h3-image-1x-bf16", "rtx-4090", "--json").stdout)
     assert not [note for note in told["notes"] if note["code"] in ("tiles", "batch", "resident_blocks")]
 
@@ -256,6 +258,7 @@ def test_a_refusal_says_how_its_keys_are_said_as_flags(weights):
         ("It would with graphs.memory_gib=0.25.", "--set graphs.memory_gib=0.25"),
         ("It would with offload.dit=layerwise a.b=1.", "--set offload.dit=layerwise --set a.b=1"),
         ("Say executor=mp, or auto.", "--set executor=mp"),
+        ("Say a.b=1 or less.\n  x: no. Try c=2.\n  y: no. Say a.b=1.", "--set a.b=1 --set c=2"),
         ("layout.ring=3: too many. Say less.", None),
     ],
 )

@@ -92,6 +92,13 @@ def test_the_format_is_the_one_asked_for_and_carries_the_record(run, tmp_path, n
     assert record["seed"] == 0
 
 
+def test_several_pictures_are_all_of_the_format_that_the_name_says(run, tmp_path):
+    assert run("-p", "a red apple", "-n", 2, "-o", tmp_path / "a.jpg").exit_code == 0
+    for name in ("a-1.jpg", "a-2.jpg"):
+        with Image.open(tmp_path / name) as image:
+            assert image.format == "JPEG"
+
+
 def test_the_prompt_comes_from_stdin_or_a_file(run, tmp_path):
     (tmp_path / "prompt.txt").write_text("a green apple\n", encoding="utf-8")
     run("-p", "-", "-o", tmp_path / "a.png", stdin=b"a green apple\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -202,6 +203,10 @@ def test_the_command_line_ranks_the_layouts_of_a_machine(cli):
     shown = cli(*words, "--explain-scaling", "--devices", 2).stdout
     assert "ring 2" in shown
     assert "2 x NVIDIA H200" in shown
+    rows = [line for line in shown.splitlines() if "%" in line]
+    assert len(rows) == len(json.loads(done.stdout)), "one line each"
+    assert all(re.fullmatch(r" \w+ \w+( +[\d.,]+%?){5} *", row) for row in rows)
+    assert max(map(len, shown.splitlines())) <= 80
     assert "not measured" in shown
     assert "left out" not in shown
 
