@@ -92,7 +92,7 @@ FLAGS = (
         "enable_layerwise_offload",
         ("--enable-layerwise-offload",),
         ("offload.dit",),
-        "Keep the DiT on the host and bring it block by block.",
+        "Keep what does not fit of the DiT on the host, and bring it block by block.",
         values=("layerwise",),
     ),
     Flag(
