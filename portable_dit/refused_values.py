@@ -65,12 +65,15 @@ def has_value(item: Mapping[str, Any]) -> bool:
     return item["type"] not in (*UNKNOWN, *MISSING, *NO_VALUE)
 
 
-def broken_rule(item: Mapping[str, Any], section: type | None = None) -> str:
-    """The rule behind an error of pydantic's, to be read after the value. section: see `place_of`."""
+def broken_rule(item: Mapping[str, Any], section: type | None = None, *, unknown: str = "unknown key") -> str:
+    """The rule behind an error of pydantic's, to be read after the value.
+
+    section: see `place_of`. unknown: what is said of a name that is no field of it.
+    """
     kind, facts = str(item["type"]), {k: _short(v) for k, v in item.get("ctx", {}).items()}
     if kind in UNKNOWN:
         name = str(item["loc"][-1])[:MOST_SHOWN]
-        return "unknown key" + (f".{near(name, fields_of(section))}" if section else "")
+        return unknown + (f".{near(name, fields_of(section))}" if section else "")
     if kind in MISSING:
         return "missing"
     if kind == "literal_error":
@@ -120,13 +123,11 @@ def place_of(item: Mapping[str, Any], body: type | None) -> tuple[list[str], typ
         if by_key and isinstance(part, str):
             by_key = False
         elif isinstance(part, str):
-            if body is not None and within is None:
-                break  # inside something whose fields are not known
+            known = within is not None and part in fields_of(within)
+            if body is not None and not known and (within is None or item["type"] not in UNKNOWN):
+                continue  # a branch, or a name in something whose fields are not known
             section = within
-            if section is not None and part not in fields_of(section) and item["type"] not in UNKNOWN:
-                break
-            known = section is not None and part in fields_of(section)
-            within, by_key = inside(section, part) if section is not None and known else (None, False)
+            within, by_key = held_by(section, part) if section is not None and known else (None, False)
         names.append(str(part))
     return names, section
 
@@ -143,7 +144,7 @@ def _hints(section: type) -> dict[str, Any]:
     return get_type_hints(section)
 
 
-def inside(section: type, name: str) -> tuple[type | None, bool]:
+def held_by(section: type, name: str) -> tuple[type | None, bool]:
     """What a field holds, when that has fields of its own, and whether it holds that by keys."""
     waiting, by_key = [_hints(section).get(name)], False
     while waiting:

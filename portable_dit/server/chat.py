@@ -25,7 +25,7 @@ from portable_dit.server.answers import (
 )
 from portable_dit.server.images import Serving
 from portable_dit.server.references import bytes_of
-from portable_dit.server.refusal import ApiError
+from portable_dit.server.refusal import FIELDS, ApiError
 from portable_dit.server.routes import OnceRoute
 from portable_dit.server.schema import Chat, ChatExtra, Part
 from portable_dit.server.service import KEEPALIVE_SECONDS, Service
@@ -49,7 +49,7 @@ async def completions(body: Chat, http: Request, service: Serving) -> Response:
             raise ApiError(400, "width and height: give both and no size, or neither.", param="width")
         size = wish.width, wish.height
     request = await service.resolve(
-        wish, prompt, references, size=size, format=wish.output_format, image_field="image_url"
+        wish, prompt, references, size=size, format=wish.output_format, names=names_of(body)
     )
     ticket = service.accept(request, client=http.state.client)
     if body.stream:
@@ -65,6 +65,14 @@ async def completions(body: Chat, http: Request, service: Serving) -> Response:
     document["portable_dit"] = facts(ticket, ticket.summary)
     document["portable_dit"]["notes"] += notes
     return await json_answer(document, blobs, timing_headers(ticket))
+
+
+def names_of(body: Chat) -> dict[str, str]:
+    """What this call names the fields of a request."""
+    extra = body.extra_body
+    counts = [body.num_outputs_per_prompt, None if extra is None else extra.num_outputs_per_prompt]
+    images = FIELDS["images"] if counts == [None, None] else "num_outputs_per_prompt"
+    return {**FIELDS, "prompt": "messages", "references": "image_url", "images": images}
 
 
 def merged(body: Chat) -> ChatExtra:
@@ -121,7 +129,7 @@ def _part(part: object, place: str) -> Part:
     try:
         return Part.model_validate(part)
     except ValidationError as error:
-        raise refused(problems_of(error.errors(), Part, inside=place)) from error
+        raise refused(problems_of(error.errors(), Part, under=place)) from error
 
 
 def _read_all(service: Service, urls: list[str]) -> list[bytes]:

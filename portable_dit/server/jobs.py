@@ -18,7 +18,7 @@ from portable_dit.server.answers import MEDIA_TYPES, SSE_HEADERS, event, facts
 from portable_dit.server.images import DEFAULT_QUALITY, Serving, picture_url
 from portable_dit.server.job_store import StoredJob
 from portable_dit.server.references import bytes_of
-from portable_dit.server.refusal import ApiError, error_body
+from portable_dit.server.refusal import FIELDS, ApiError, error_body
 from portable_dit.server.routes import OnceRoute
 from portable_dit.server.schema import JobWish, LatestJobs
 from portable_dit.server.service import Service, watch
@@ -128,7 +128,9 @@ async def accept_job(
         ]
 
     files = await asyncio.to_thread(read)
-    request = await service.resolve(body, body.prompt, files, format=body.output_format, image_field="images")
+    request = await service.resolve(
+        body, body.prompt, files, format=body.output_format, names={**FIELDS, "references": "images"}
+    )
     return service.accept(
         request,
         client=client,

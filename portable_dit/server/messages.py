@@ -118,9 +118,13 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Free:
-    """A place has nothing to do, though files of these requests may still be in the making."""
+    """A place has nothing to do, though files of these requests may still be in the making.
+
+    whole: every one of them was drawn to its end.
+    """
 
     ids: tuple[str, ...]
+    whole: bool
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Metrics:
         )
         self.worker_deaths = Counter(f"{PREFIX}_worker_deaths", "Workers lost.", registry=self.registry)
         self.queue_length = self._gauge("queue_length", "Requests that wait.")
-        self.running = self._gauge("running", "Requests on a worker.")
+        self.running = self._gauge("running", "Requests that are drawn.")
         self.ready = self._gauge("workers_ready", "Workers that can draw.")
         self.resident = self._gauge("worker_resident_bytes", "Resident memory of the workers.")
         self.peak = self._gauge("device_peak_bytes", "Highest memory of a device so far.")

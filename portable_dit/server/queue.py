@@ -27,7 +27,7 @@ class FairQueue:
         self.limits = limits
         self.refusing: ApiError | None = None  # why nothing is accepted, None while it is
         self._heap: list[tuple[float, int, Ticket]] = []
-        self._taken: list[Ticket] = []  # whose work may not have begun
+        self._taken: list[tuple[float, int, Ticket]] = []  # whose work may not have begun
         self._order = itertools.count()
         self._now = 0.0
         self._charged: dict[str, float] = {}
@@ -38,10 +38,14 @@ class FairQueue:
         """Those that nobody has taken or cancelled, in the order of their turn."""
         return [ticket for _, _, ticket in sorted(self._heap) if ticket.status == "queued"]
 
+    def queued(self) -> list[Ticket]:
+        """Those that wait, for their turn or, where a worker has taken them, for a place on the device."""
+        return [*(ticket for _, _, ticket in self._taken if ticket.status == "queued"), *self.waiting()]
+
     def position(self, ticket: Ticket) -> int | None:
         """How many are served before it; None when it does not wait."""
-        waiting = [*(one for one in self._taken if one.status == "queued"), *self.waiting()]
-        return waiting.index(ticket) if ticket in waiting else None
+        queued = self.queued()
+        return queued.index(ticket) if ticket in queued else None
 
     def put(self, ticket: Ticket, *, again: bool = False) -> None:
         """Accepts a ticket, or raises ApiError 429 or 503. again: it was accepted before a restart."""
@@ -58,10 +62,11 @@ class FairQueue:
         """The next ticket, whose turn it then is. Cancelling this loses none."""
         while True:
             while self._heap:
-                self._now, _, ticket = heapq.heappop(self._heap)
+                turn = heapq.heappop(self._heap)
+                self._now, ticket = max(self._now, turn[0]), turn[2]
                 self._charged = {c: end for c, end in self._charged.items() if end > self._now}
                 if ticket.status == "queued":
-                    self._taken = [*(one for one in self._taken if one.status == "queued"), ticket]
+                    self._taken = [*(one for one in self._taken if one[2].status == "queued"), turn]
                     return ticket
             self._arrived.clear()
             await self._arrived.wait()
@@ -72,16 +77,25 @@ class FairQueue:
         """
         found, left = [], pictures - first.request.images
         while self._heap:
-            start, _, ticket = self._heap[0]
+            turn = self._heap[0]
+            start, _, ticket = turn
             if ticket.status == "queued":
                 if ticket.request.shape != first.request.shape or ticket.request.images > left:
                     break
                 found.append(ticket)
-                self._taken.append(ticket)
+                self._taken.append(turn)
                 left -= ticket.request.images
-                self._now = start
+                self._now = max(self._now, start)
             heapq.heappop(self._heap)
         return found
+
+    def give_back(self, ticket: Ticket) -> None:
+        """The turn that it had, for one that was taken and never begun. It is not charged again."""
+        turn = next(turn for turn in self._taken if turn[2] is ticket)
+        self._taken.remove(turn)
+        ticket.on_cancel(None)
+        heapq.heappush(self._heap, turn)
+        self._arrived.set()
 
     def measured(self, tickets: Sequence[Ticket], seconds: float) -> None:
         """Tells how long requests took on the device together, from which waiting times are guessed."""
@@ -91,10 +105,10 @@ class FairQueue:
 
     def seconds_ahead(self) -> float:
         """How long the waiting requests will take, as far as can be told."""
-        waiting = self.waiting()
+        queued = self.queued()
         if self._seconds_per_work is None:
-            return FIRST_GUESS_SECONDS * len(waiting)
-        return self._seconds_per_work * sum(work_of(ticket) for ticket in waiting)
+            return FIRST_GUESS_SECONDS * len(queued)
+        return self._seconds_per_work * sum(work_of(ticket) for ticket in queued)
 
     def _admit(self, ticket: Ticket) -> None:
         limits, waiting = self.limits, self.waiting()

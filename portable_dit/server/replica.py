@@ -1,7 +1,7 @@
 """Replica: a worker process as the server sees it. Started, pinged, fed from the queue, started again.
 
-A worker that dies, hangs or stops answering takes its own request with it, with a 503 that says so, and
-nothing else: the queue waits until the next worker has loaded.
+A worker that dies, hangs or stops answering takes with it what it draws, with a 503 that says so, and
+nothing else: what it had not begun gets its turn back, and the queue waits until the next worker has loaded.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class Replica:
         self.pong: Pong | None = None
         self.starts = 0
         self.current: dict[str, Ticket] = {}
-        self._drawn: dict[
-            tuple[str, ...], tuple[list[Ticket], float]
-        ] = {}  # when it was given, by place that is taken
+        self._drawn: dict[tuple[str, ...], list[Ticket]] = {}  # by place that is taken
         self._batch = 1
         self._answered = 0.0
         self._loaded = False
@@ -95,6 +93,11 @@ class Replica:
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    @property
+    def drawing(self) -> list[Ticket]:
+        """Those that it has begun; a cancelled one until the device has left it."""
+        return [ticket for ticket in self.current.values() if ticket.status != "queued"]
 
     async def run(self) -> None:
         """Keeps a worker alive until `stop`."""
@@ -180,9 +183,10 @@ class Replica:
             self.on_fatal(message)
         elif isinstance(message, Free):
             self._free.release()
-            tickets, given = self._drawn.pop(message.ids)
-            begun = min((ticket.started for ticket in tickets if ticket.started is not None), default=given)
-            self.queue.measured(tickets, time.monotonic() - begun)
+            tickets = self._drawn.pop(message.ids)
+            begun = [ticket.started for ticket in tickets if ticket.started is not None]
+            if message.whole and begun:  # what was cancelled took less than its work
+                self.queue.measured(tickets, time.monotonic() - min(begun))
         elif (ticket := self.current.get(message.id)) is not None:
             self._hear_of(ticket, message)
 
@@ -222,7 +226,7 @@ class Replica:
             for ticket in tickets:
                 self.current[ticket.id] = ticket
                 ticket.on_cancel(lambda id=ticket.id: self._send(Cancel(id)))  # type: ignore[misc]
-            self._drawn[tuple(ticket.id for ticket in tickets)] = tickets, time.monotonic()
+            self._drawn[tuple(ticket.id for ticket in tickets)] = tickets
             self._send(Draw(tuple(ticket.order() for ticket in tickets)))
 
     async def _watch(self) -> None:
@@ -256,12 +260,15 @@ class Replica:
         return code
 
     def _abandon(self, code: int) -> None:
-        """What the worker was busy with ends with an honest error."""
+        """What the worker was busy with ends with an honest error. What it had not begun waits again."""
         abandoned, self.current = self.current, {}
         self._drawn.clear()
         if not self._stopping:
             self.metrics.worker_deaths.inc()
         for ticket in abandoned.values():
+            if ticket.status == "queued" and not self._stopping:
+                self.queue.give_back(ticket)
+                continue
             ticket.fail(worker_lost(f"it ended with exit code {code} while it drew this request."))
 
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -140,21 +140,22 @@ class Service:
         *,
         size: tuple[int, int] | None = None,
         format: str | None = None,
-        image_field: str = "image",
+        names: Mapping[str, str] = FIELDS,
     ) -> ResolvedRequest:
         """The checked request of a wish. Raises ApiError.
 
-        size: given in another way than wish.size. image_field: what the call names its references.
+        size: given in another way than wish.size. names: what the call names the fields of a request.
         """
         self._require_model(wish.model)
         limits = self.settings.limits
         images = wish.n or 1
         if images > limits.images:
             rule = f"this server draws at most {limits.images} in one request. Make several for more."
-            raise ApiError(400, f"n={images}: {rule}", param="n")
+            raise ApiError(400, f"{names['images']}={images}: {rule}", param=names["images"])
         if len(references) > self.spec.max_references:
             rule = f"{self.spec.id} takes at most {self.spec.max_references}. Leave some out."
-            raise ApiError(400, f"{image_field}: {len(references)} were given. {rule}", param=image_field)
+            field = names["references"]
+            raise ApiError(400, f"{field}: {len(references)} were given. {rule}", param=field)
         if wish.size not in (None, "auto"):
             try:
                 size = parse_size(wish.size)
@@ -175,19 +176,21 @@ class Service:
             format=format or "png",
         )
         async with self._decoding if references else contextlib.nullcontext():
-            resolved = await asyncio.to_thread(self._resolve, request, references, image_field)
+            resolved = await asyncio.to_thread(self._resolve, request, references, names)
         most_pixels = limits.pixels
         if most_pixels is not None and resolved.width * resolved.height > most_pixels:
             rule = f"this server draws at most {most_pixels:,} pixels. Say a smaller size."
             raise ApiError(400, f"size={resolved.width}x{resolved.height}: {rule}", param="size")
         return resolved
 
-    def _resolve(self, request: Request, references: Sequence[bytes], image_field: str) -> ResolvedRequest:
-        check_files(references, self.settings.limits, param=image_field)
+    def _resolve(
+        self, request: Request, references: Sequence[bytes], names: Mapping[str, str]
+    ) -> ResolvedRequest:
+        check_files(references, self.settings.limits, param=names["references"])
         try:
             return resolve_request(request, self.recipe, self.spec, strict=self.settings.strict)
         except PortableDitError as error:
-            refusal = refusal_of(error, {**FIELDS, "references": image_field})
+            refusal = refusal_of(error, names)
             if refusal.status_code >= 500:
                 self.log(f"error: a request cannot be read: {error}")
             raise refusal from error
@@ -256,8 +259,8 @@ class Service:
     def measure(self) -> bytes:
         """The metrics as they are now."""
         metrics, pongs = self.metrics, [replica.pong for replica in self.replicas]
-        metrics.queue_length.set(len(self.queue.waiting()))
-        metrics.running.set(sum(len(replica.current) for replica in self.replicas))
+        metrics.queue_length.set(len(self.queue.queued()))
+        metrics.running.set(sum(len(replica.drawing) for replica in self.replicas))
         metrics.ready.set(sum(replica.ready for replica in self.replicas))
         metrics.resident.set(sum(pong.resident_bytes for pong in pongs if pong is not None))
         metrics.server_resident.set(psutil.Process().memory_info().rss)

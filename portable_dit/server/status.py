@@ -84,14 +84,14 @@ async def server_info(service: Serving) -> dict[str, Any]:
         "model": service.model_name,
         "uptime_seconds": round(time.time() - service.started, 1),
         "accepts": service.queue.refusing is None,
-        "queue": {"waiting": len(service.queue.waiting()), "seconds_ahead": service.queue.seconds_ahead()},
+        "queue": {"waiting": len(service.queue.queued()), "seconds_ahead": service.queue.seconds_ahead()},
         "limits": {name: getattr(limits, name) for name in limits.__dataclass_fields__},
         "workers": [
             {
                 "ready": replica.ready,
                 "pid": replica.pid,
                 "starts": replica.starts,
-                "drawing": list(replica.current),
+                "drawing": [ticket.id for ticket in replica.drawing],
                 "resident_bytes": None if replica.pong is None else replica.pong.resident_bytes,
                 "device_bytes": None if replica.pong is None else replica.pong.device_bytes,
                 "energy_joules": None if replica.pong is None else replica.pong.energy_joules,

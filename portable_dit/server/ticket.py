@@ -50,7 +50,7 @@ class Ticket:
         self.previews: dict[int, tuple[Stepped, bytes]] = {}  # by count, the latest only
         self._count = itertools.count()
         self._changed, self._ended = asyncio.Event(), asyncio.Event()
-        self._cancellers: list[Callable[[], None]] = []
+        self._canceller: Callable[[], None] | None = None
 
     @property
     def pixels(self) -> int:
@@ -71,9 +71,9 @@ class Ticket:
     def order(self) -> Order:
         return Order(self.id, self.request, self.preview_steps, self.quality)
 
-    def on_cancel(self, cancel: Callable[[], None]) -> None:
-        """Whom to tell that nobody waits for it any more."""
-        self._cancellers.append(cancel)
+    def on_cancel(self, cancel: Callable[[], None] | None) -> None:
+        """Whom to tell that nobody waits for it any more; None when no worker has it."""
+        self._canceller = cancel
 
     def start(self) -> None:
         """Work on it has begun."""
@@ -112,8 +112,8 @@ class Ticket:
     def cancel(self, reason: ApiError) -> None:
         """Over for whoever waits; the device is free again after the step that it is in."""
         if not self.is_over:
-            for cancel in self._cancellers:
-                cancel()
+            if self._canceller is not None:
+                self._canceller()
             self.fail(reason)
 
     async def changes(self) -> AsyncIterator[None]:

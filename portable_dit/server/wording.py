@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,15 +15,28 @@ from portable_dit.refused_values import (
     broken_rule,
     fields_of,
     has_value,
+    held_by,
     place_of,
     shown,
 )
-from portable_dit.refused_values import inside as fields_inside
 from portable_dit.request import listed
 from portable_dit.server.refusal import ApiError
 
 MOST_NAMED = 100  # characters of a name that came from outside
 NO_OBJECT = "The body must be a JSON object, sent with Content-Type: application/json."
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is wrong at one place. rules: one for each type that it may be of."""
+
+    given: str
+    way_out: str
+    rules: list[str] = field(default_factory=list)
+
+    def line(self, place: str) -> str:
+        given = f"={self.given}" if self.given else ""
+        return f"{place}{given}: {' or '.join(self.rules).rstrip('.')}.{self.way_out}"
 
 
 def refused(problems: Mapping[str, str]) -> ApiError:
@@ -31,43 +45,43 @@ def refused(problems: Mapping[str, str]) -> ApiError:
 
 
 def problems_of(
-    errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None = None, *, inside: str = ""
+    errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None = None, *, under: str = ""
 ) -> dict[str, str]:
     """What pydantic found, by field.
 
-    body: what the call takes, None where it is not known. inside: where in the body that stands.
+    body: what the call takes, None where it is not known. under: where in the call's body that stands.
     """
-    rules: dict[str, list[str]] = {}  # by field: where it may be of several types, one for each
-    beside: dict[str, tuple[str, str]] = {}  # what was given, and the way out
+    found: dict[str, _Problem] = {}
+    around: set[str] = set()  # one type of a union takes what stands there, and what is wrong is inside it
     for number, error in enumerate(errors):
         if error["type"] == "json_invalid":
             reason = error.get("ctx", {}).get("error", "malformed")
             return {"": f"The body is not JSON ({reason}). Send a JSON object."}
         names, section = place_of(error, body)
-        path = [inside] * bool(inside) + names
+        path = [under] * bool(under) + names
         if not path:
             return {"": NO_OBJECT}
         section = section if number < MOST_NEAR else None
+        given = shown(error["input"]) if has_value(error) else ""
+        way_out = "" if under else _way_out(error, path[-1], section)
         place = ".".join(path)[:MOST_NAMED] or "''"
-        found = rules.setdefault(place, [])
-        found += [rule for rule in [_rule(error, path[-1], section)] if rule not in found]
-        given = f"={shown(error['input'])}" if has_value(error) else ""
-        beside.setdefault(place, (given, "" if inside else _way_out(error, path[-1], section)))
-    return {place: _line(place, *beside[place], found) for place, found in rules.items()}
-
-
-def _line(place: str, given: str, way_out: str, rules: Sequence[str]) -> str:
-    return f"{place}{given}: {' or '.join(rules).rstrip('.')}.{way_out}"
+        rules = found.setdefault(place, _Problem(given, way_out)).rules
+        rule = _rule(error, path[-1], section)
+        if rule not in rules:
+            rules.append(rule)
+        around |= {".".join(path[:length]) for length in range(1, len(path))}
+    return {place: problem.line(place) for place, problem in found.items() if place not in around}
 
 
 def _rule(error: Mapping[str, Any], name: str, section: type | None) -> str:
     if error["type"] in MAPPINGS:
-        kind = None if section is None else fields_inside(section, name)[0]
+        kind = None if section is None else held_by(section, name)[0]
         return "must be an object" + (f" with {', '.join(fields_of(kind))}" if kind else "")
-    if error["type"] in UNKNOWN and name == "extra_body":
+    if error["type"] not in UNKNOWN:
+        return broken_rule(error, section)
+    if name == "extra_body":
         return "not a field of this call. What it holds stands beside the other fields here"
-    rule = broken_rule(error, section)
-    return rule.replace("unknown key", "not a field of this call") if error["type"] in UNKNOWN else rule
+    return broken_rule(error, section, unknown="not a field of this call")
 
 
 def _way_out(error: Mapping[str, Any], name: str, section: type | None) -> str:

@@ -58,10 +58,11 @@ BROKEN = 70  # exit code after an error that nobody expected; EX_SOFTWARE of sys
 
 
 class Worker:
-    """One end of the socket, with an engine behind it."""
+    """One end of the socket, with an engine behind it. clock: in seconds."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.connection = connection
+        self.clock = clock
         self.sending = threading.Lock()
         self.encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self.cancelled: set[str] = set()
@@ -114,7 +115,7 @@ class Worker:
 
     def obey(self, message: Draw | Cancel | Ping) -> None:
         if isinstance(message, Draw):
-            self.waiting[message] = time.monotonic()
+            self.waiting[message] = self.clock()
             self.drawn |= {order.id for order in message.orders}
             future = self.drawing.submit(self.draw, message)
             future.add_done_callback(partial(self.ended, message))
@@ -138,7 +139,7 @@ class Worker:
         moved, waiting = tuple(self.moved.values()), tuple(self.waiting.values())
         if not moved and not waiting:
             return 0.0
-        return time.monotonic() - (min(moved) if moved else max(min(waiting), self.idle_since))
+        return self.clock() - (min(moved) if moved else max(min(waiting), self.idle_since))
 
     def draw(self, message: Draw) -> tuple[Outcome, ...]:
         """Draws requests; files are handed to the encoding thread as their pixels come."""
@@ -153,10 +154,10 @@ class Worker:
     def tell(self, message: Draw, order: Order, event: Event) -> None:
         if isinstance(event, Queued):
             return
-        self.moved[message] = time.monotonic()
+        self.moved[message] = self.clock()
         self.waiting.pop(message, None)
         if isinstance(event, Started):
-            self.encode(order, self.send, Begun(order.id))
+            self.send(Begun(order.id))  # not behind the files of earlier requests
         elif isinstance(event, EngineStep):
             wanted = event.step in order.preview_steps
             self.encode(order, self.send_step, order.id, event, event.preview if wanted else None)
@@ -192,15 +193,15 @@ class Worker:
         """The place is free; what remains of the requests goes through the encoding thread, in order."""
         self.waiting.pop(message, None)
         self.moved.pop(message, None)
-        self.idle_since = time.monotonic()
+        self.idle_since = self.clock()
         ids = tuple(order.id for order in message.orders)
         self.drawn -= set(ids)
         self.cancelled -= set(ids)
         error = drawing.exception()
         if error is not None and not isinstance(error, PortableDitError):
             self.give_up(ids, error)
-        self.send(Free(ids))
         outcomes = drawing.result() if error is None else (error,) * len(ids)
+        self.send(Free(ids, whole=not any(isinstance(outcome, BaseException) for outcome in outcomes)))
         for order, outcome in zip(message.orders, outcomes, strict=True):
             if isinstance(outcome, PortableDitError):
                 self.encode(order, self.send_end, order.id, None, outcome)

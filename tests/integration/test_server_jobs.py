@@ -132,6 +132,23 @@ def test_a_caller_who_leaves_frees_the_device(slow_server, path):
     )
 
 
+def test_a_cancelled_drawing_changes_no_guess_of_how_long_the_queue_takes(slow_server):
+    assert slow_server.draw(size="64x64").status == 200
+
+    def guess() -> float:
+        """Of one that waits behind one that is drawn, both of which are cancelled then."""
+        long = submit(slow_server, LONG)
+        wait_for(slow_server, long, "running")
+        waits = submit(slow_server, SHORT)
+        told = slow_server.get("/server_info").json
+        assert (told["queue"]["waiting"], told["workers"][0]["drawing"]) == (1, [long])
+        for id in (waits, long):
+            slow_server.post(f"/v1/jobs/{id}/cancel")
+        return told["queue"]["seconds_ahead"]
+
+    assert guess() == guess() == guess()
+
+
 def test_a_caller_who_leaves_a_stream_frees_the_device(slow_server):
     connection = http.client.HTTPConnection("127.0.0.1", slow_server.port, timeout=300)
     body = json.dumps({**LONG, "stream": True, "partial_images": 3})
@@ -368,9 +385,10 @@ def test_replicas_of_a_layout_draw_at_once_and_a_lost_one_is_told_and_started_ag
         waits = submit(server, SHORT)
         told = pool.submit(events_of, server, waits)
         taken = eventually(
-            lambda: server.get("/server_info").json["workers"][0]["drawing"][1:], "it is taken"
+            lambda: (found := server.get("/server_info").json)["queue"]["waiting"] and found, "it waits"
         )
-        assert (taken, job(server, waits)["status"], job(server, waits)["position"]) == ([waits], "queued", 0)
+        assert (taken["workers"][0]["drawing"], taken["queue"]["waiting"]) == ([long], 1)
+        assert (job(server, waits)["status"], job(server, waits)["position"]) == ("queued", 0)
         server.post(f"/v1/jobs/{waits}/cancel")
         assert [name for name, _ in told.result(300)] == ["queued", "cancelled"]
         waits = submit(server, SHORT)
@@ -379,6 +397,13 @@ def test_replicas_of_a_layout_draw_at_once_and_a_lost_one_is_told_and_started_ag
         error = wait_for(server, long, "failed")["error"]
         assert error["code"] == "worker_lost"
         assert "SIGKILL" in error["message"]
+        wait_for(server, waits, "finished")
+        long = submit(server, LONG)
+        wait_for(server, long, "running")
+        waits = submit(server, SHORT)
+        eventually(lambda: job(server, waits).get("position") == 0, "it is the next")
+        os.kill(worker["pid"], signal.SIGKILL)
+        assert wait_for(server, long, "failed")["error"]["code"] == "worker_lost"
         wait_for(server, waits, "finished")
         server.process.send_signal(signal.SIGTERM)
         server.process.send_signal(signal.SIGTERM)

@@ -9,18 +9,23 @@ import multiprocessing
 import sqlite3
 import stat
 import threading
-import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from portable_dit.errors import UserError
+from portable_dit.catalog import load_recipe, read_spec
+from portable_dit.errors import CancelledError, UserError
+from portable_dit.request import Request, ResolvedRequest, validate_request
+from portable_dit.result import Outcome, Started
 from portable_dit.server.answers import Blobs
 from portable_dit.server.images import preview_steps
 from portable_dit.server.job_store import JobStore, StoredJob
 from portable_dit.server.jobs import wish_of
-from portable_dit.server.messages import Draw, PictureFile
+from portable_dit.server.messages import Begun, Draw, Free, Order, PictureFile
 from portable_dit.server.profiler import Profiler
 from portable_dit.server.refusal import ApiError
 from portable_dit.server.settings import Settings, check_host, check_origin, default_jobs_file, read_keys
@@ -200,18 +205,54 @@ def test_what_is_measured_while_another_request_of_the_call_ends_is_not_lost(tmp
 
 
 def test_who_waits_for_a_replica_that_draws_has_not_stalled():
+    request = drawable()
+    ours, theirs = multiprocessing.Pipe()
+    now = 1000.0
+    with ours, theirs:
+        worker = Worker(theirs, clock=lambda: now)
+        worker.drawing = HeldBack()
+        assert worker.quiet_seconds() == 0.0
+        draws = [Draw((Order(id, request, frozenset(), 92),)) for id in ("first", "second")]
+        for draw in draws:
+            worker.obey(draw)
+        now += 7
+        assert worker.quiet_seconds() == 7.0, "nothing is drawn that they could wait for"
+        worker.tell(draws[0], draws[0].orders[0], Started(1, 6))
+        assert ours.recv() == Begun("first")
+        now += 3
+        assert worker.quiet_seconds() == 3.0, "the one that is drawn counts"
+        worker.drawing.ended[0].set_result((CancelledError("test"),))
+        now += 5
+        assert worker.quiet_seconds() == 5.0, "it should have begun when the other ended"
+        assert ours.recv() == Free(("first",), whole=False)
+
+
+def test_a_drawing_is_told_at_once_and_not_behind_the_files_of_others():
+    order = Order("id", drawable(), frozenset(), 92)
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        worker, now = Worker(theirs), time.monotonic()
-        drawn, waits = Draw(()), Draw(())
-        assert worker.quiet_seconds() == 0.0
-        worker.moved[drawn], worker.waiting[waits] = now - 3, now - 1000
-        assert 3 <= worker.quiet_seconds() < 10, "the one that is drawn counts"
-        del worker.moved[drawn]
-        worker.idle_since = now - 5
-        assert 5 <= worker.quiet_seconds() < 10, "it should have begun when the other ended"
-        worker.idle_since = 0.0
-        assert worker.quiet_seconds() >= 1000, "nothing is drawn that it could wait for"
+        worker, made = Worker(theirs), threading.Event()
+        worker.encoding.submit(made.wait)
+        worker.tell(Draw((order,)), order, Started(1, 6))
+        assert ours.poll(), "the files are not made yet"
+        assert ours.recv() == Begun("id")
+        made.set()
+        worker.encoding.shutdown()
+
+
+def drawable() -> ResolvedRequest:
+    return validate_request(Request("a red apple", size=(256, 256)), read_spec(load_recipe("cpu/h3-mini")))
+
+
+class HeldBack:
+    """Where drawings are handed in, which end when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended: list[Future[tuple[Outcome, ...]]] = []
+
+    def submit(self, draw: Callable[..., Any], message: Draw) -> Future[tuple[Outcome, ...]]:
+        self.ended.append(Future())
+        return self.ended[-1]
 
 
 @pytest.mark.parametrize(

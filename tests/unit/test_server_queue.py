@@ -94,12 +94,33 @@ def test_a_cancelled_ticket_is_passed_over_and_counts_no_more():
     asyncio.run(work())
 
 
+def test_what_was_taken_and_never_begun_gets_its_turn_back():
+    async def work() -> None:
+        queue, told = FairQueue(Limits()), []
+        for client in ("one", "one", "two"):
+            queue.put(ticket(client))
+        order = await taken(queue, 3)
+        for one in order:
+            one.on_cancel(lambda: told.append("the worker that is gone"))
+        order[0].start()
+        queue.give_back(order[2])
+        queue.give_back(order[1])
+        queue.put(ticket("one"))
+        assert [queue.position(one) for one in order] == [None, 0, 1]
+        assert await taken(queue, 2) == order[1:]
+        order[2].cancel(cancelled("test"))
+        assert not told
+
+    asyncio.run(work())
+
+
 def test_a_full_queue_says_when_to_come_again_from_what_it_measured():
     async def work() -> None:
         queue = FairQueue(Limits(queue=4))
         one = ticket()
         queue.put(one)
         queue.measured([await queue.take()], 10.0)
+        one.start()
         for _ in range(4):
             queue.put(ticket())
         assert queue.seconds_ahead() == pytest.approx(40.0)

@@ -109,6 +109,26 @@ def form(*files: str, **fields: str) -> bytes:
     return "".join([*parts, "--x--\r\n"]).encode()
 
 
+def test_a_chat_is_told_its_own_fields(ask: Ask):
+    wish = {"messages": [{"role": "user", "content": " "}], "size": "64x64"}
+    assert ask(CHAT, wish)["param"] == "messages"
+    assert ask(CHAT, wish)["message"].startswith("messages: empty. Say what to draw")
+    for more in ({"num_outputs_per_prompt": 5}, {"extra_body": {"num_outputs_per_prompt": 5}}):
+        error = ask(CHAT, {"messages": [{"role": "user", "content": "a"}], **more})
+        assert error["param"] == "num_outputs_per_prompt"
+        assert error["message"].startswith("num_outputs_per_prompt=5: this server draws at most 4")
+
+
+def test_a_key_that_is_said_twice_is_named(ask: Ask):
+    for path, body, key in (
+        (JOBS, b'{"prompt": "a", "n": 1, "prompt": "b"}', "prompt"),
+        (CHAT, b'{"messages": [{"role": "user", "role": "user"}]}', "role"),
+    ):
+        error = ask(path, body)
+        assert error["message"] == f"'{key}': said twice in one object. Say it once."
+        assert error["param"] == key
+
+
 FORM = "multipart/form-data; boundary=x"
 
 
@@ -208,6 +228,7 @@ def test_a_misspelt_field_inside_another_is_named_with_the_near_one(ask: Ask):
             "messages.0.content.0.image_url.detail='ultra': is not one of 'auto', 'low', 'high'.",
             "messages.0.content.0.image_url.detail",
         ),
+        (["hello"], "messages.0.content.0='hello': must be an object", "messages.0.content.0"),
         ([{"type": "audio"}], "is not one of 'text', 'image_url'", "messages.0.content.0.type"),
         ([{"type": "text", "txt": "a"}], "Did you mean 'text'?", "messages.0.content.0.txt"),
     ],
@@ -233,16 +254,11 @@ def test_references_are_called_as_the_call_calls_them(ask: Ask):
         (GENERATIONS, b"{", "application/json", "The body is not JSON ("),
         (
             JOBS,
-            b'{"prompt": "a", "n": 1, "prompt": "b"}',
+            b'{"n": ' + b"9" * 5000 + b"}",
             "application/json",
-            "the key 'prompt' is said twice",
+            "a number in it has too many digits. Send",
         ),
-        (
-            CHAT,
-            b'{"messages": [{"role": "user", "role": "user"}]}',
-            "application/json",
-            "'role' is said twice",
-        ),
+        (CHAT, b'{"prompt": "\xff"}', "application/json", "byte 12 is not UTF-8. Send JSON in UTF-8."),
         (GENERATIONS, b"", "application/json", "The body must be a JSON object"),
         (GENERATIONS, b"[]", "application/json", "The body must be a JSON object"),
         (GENERATIONS, b'{"prompt": "a"}', "text/plain", "The body must be a JSON object"),
