@@ -62,8 +62,8 @@ def ask_for_huge_pages(root: Path = Path("/")) -> None:
     """Has torch ask for pages of 2 MiB where the kernel gives them to those who ask; a user's own setting
     stands.
 
-    Entering fresh memory in pages of 4 KiB takes longer than filling it: 0.41 s a GiB, and 0.12 s in large
-    ones. Comes before torch's first allocation, after which it changes nothing.
+    Entering fresh memory in pages of 4 KiB takes longer than filling it (docs/benchmarks/load.md). Comes
+    before torch's first allocation, after which it changes nothing.
     """
     if "[madvise]" in _words(root / "sys/kernel/mm/transparent_hugepage/enabled"):
         os.environ.setdefault(HUGE_PAGES, "1")

@@ -38,12 +38,13 @@ class SizeRules:
     @property
     def largest(self) -> tuple[int, int]:
         """The canvas of the most pixels, and of those the one nearest to a square."""
-        canvases = self.canvases
-        if not canvases:
-            wide = range(self.min_side, self.max_side + 1, self.multiple)
-            canvases = tuple((width, self._highest(width)) for width in wide)
-        legal = [size for size in canvases if size[1] >= self.min_side and self._allows(*size)]
-        return max(legal, key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])))
+        canvases = self.canvases or tuple((width, self._highest(width)) for width in self._widths())
+        legal = (size for size in canvases if size[1] >= self.min_side and self._allows(*size))
+        return max(legal, key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])), default=self.default)
+
+    def _widths(self) -> range:
+        """Sides that are legal each on their own."""
+        return range(-(-self.min_side // self.multiple) * self.multiple, self.max_side + 1, self.multiple)
 
     def _highest(self, width: int) -> int:
         """The most that a picture of this width may be high, before the ratio of the sides is judged."""
@@ -98,7 +99,7 @@ class SizeRules:
             return self.nearest(width, height)
         multiple, sides = self.multiple, (max(width, 1), max(height, 1))
         legal = []
-        for across in range(math.ceil(self.min_side / multiple) * multiple, self.max_side + 1, multiple):
+        for across in self._widths():
             least = max(self.min_side, across / self.max_ratio)
             most = min(self.max_side, across * self.max_ratio, self.max_pixels / across)
             for rounded in (math.floor, math.ceil):

@@ -128,6 +128,24 @@ def test_no_legal_size_is_closer_than_the_one_that_is_offered(width, height, pix
     assert difference(rules.closest(width, height)) == pytest.approx(min(map(difference, legal)), abs=1e-9)
 
 
+@given(
+    multiple=st.sampled_from([8, 16, 32]),
+    least=st.integers(1, 120),
+    pixels=st.integers(128 * 128, 512 * 512),
+    ratio=st.sampled_from([1.0, 1.5, 3.0]),
+)
+def test_no_legal_size_has_more_pixels_than_the_largest(multiple, least, pixels, ratio):
+    rules = SizeRules(multiple, least, 512, pixels, ratio, (128, 128))
+    sides = range(multiple, 513, multiple)
+    legal = [(a, b) for a in sides for b in sides if size_problem(a, b, rules) is None]
+    assert rules.largest in legal
+    assert math.prod(rules.largest) == max(map(math.prod, legal))
+
+
+def test_rules_that_allow_no_size_have_their_default_as_the_largest():
+    assert SizeRules(32, 600, 512, 512 * 512, 2.0, (512, 512)).largest == (512, 512)
+
+
 @given(width=st.integers(6, 24), height=st.integers(6, 24))
 def test_a_legal_size_is_its_own_nearest(width, height):
     size = (width * 32, height * 32)
