@@ -50,6 +50,7 @@ def page(browser: Browser, server: RunningServer) -> Iterator[Page]:
     )
     page.goto(server.url)
     expect(page.locator("#model")).to_have_text("h3-mini")
+    expect(page.locator("#gallery")).to_have_attribute("aria-busy", "false")
     yield page
     page.close()
     assert not problems
@@ -160,12 +161,29 @@ def test_the_gallery_and_the_viewer_work_by_keyboard_alone(page):
     expect(page.locator("#viewer")).to_be_hidden()
 
 
+def test_a_slow_gallery_has_the_picture_before_the_form_is_free_and_keeps_the_focus(page):
+    draw(page, "a pear")
+    tiles = page.locator("#gallery button")
+    tiles.first.focus()
+
+    def answer_late(route):
+        page.wait_for_timeout(1_000)
+        route.continue_()
+
+    page.route("**/v1/jobs?limit=60", answer_late)
+    page.evaluate("document.querySelector('#prompt').value = 'a plum'")
+    page.evaluate("document.querySelector('#composer').requestSubmit()")
+    expect(page.locator("#go")).to_be_disabled()
+    expect(page.locator("#go")).to_be_enabled(timeout=120_000)
+    assert tiles.first.get_attribute("aria-label") == "Open: a plum"
+    assert tiles.nth(1).evaluate("tile => tile === document.activeElement && tile.tabIndex === 0")
+    page.unroute_all(behavior="wait")
+
+
 def test_same_settings_fill_the_form_and_delete_forgets(page):
     page.fill("#seed", "21")
     page.select_option("#shape", "4:3")
     draw(page, "a blue apple")
-    newest = page.locator("#gallery button").first
-    expect(newest).to_have_attribute("aria-label", "Open: a blue apple")  # it joins after it is shown
     page.locator("#gallery button").first.click()
     page.fill("#prompt", "")
     page.click("#viewer-again")

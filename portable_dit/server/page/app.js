@@ -109,9 +109,9 @@ async function draw() {
     if (error.name !== "AbortError") say(error instanceof Refused ? error.message : "The server does not answer.");
     clearStage();
   } finally {
+    await refreshGallery().catch(() => {});
     running = null;
     setBusy(false);
-    await refreshGallery().catch(() => {});
   }
 }
 
@@ -184,13 +184,20 @@ function setBusy(busy) {
 async function refreshGallery() {
   const { data: jobs } = await ask("GET", "/v1/jobs?limit=60");
   const items = jobs.flatMap((job) => job.images.map((image, index) => ({ job, image, index })));
+  const focused = $("gallery").contains(document.activeElement) ? document.activeElement.name : null;
   $("gallery-empty").hidden = items.length > 0;
   $("gallery").replaceChildren(...items.map((item, place) => tile(item, place, items)));
+  $("gallery").setAttribute("aria-busy", "false");
+  const tiles = [...$("gallery").querySelectorAll("button")];
+  const current = tiles.find((other) => other.name === focused);
+  (current ?? tiles[0])?.setAttribute("tabindex", "0");
+  current?.focus(); // whoever was moving through the tiles goes on from the same picture
 }
 
-function tile({ job, image }, place, items) {
+function tile({ job, image, index }, place, items) {
   const entry = document.createElement("li");
-  const button = Object.assign(document.createElement("button"), { type: "button", tabIndex: place ? -1 : 0 });
+  const name = `${job.id}-${index}`;
+  const button = Object.assign(document.createElement("button"), { type: "button", name, tabIndex: -1 });
   button.setAttribute("aria-label", `Open: ${job.request.prompt}`);
   const picture = Object.assign(new Image(), { src: local(image.url), alt: "", loading: "lazy" });
   const caption = Object.assign(document.createElement("span"), { className: "caption", textContent: job.request.prompt });
