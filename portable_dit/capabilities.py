@@ -60,7 +60,8 @@ class Capabilities:
     the other ones are dequantised first. libraries: version of each optional kernel library that passed its
     probe. compute: dense TFLOP/s by dtype or format, and `memory_bandwidth` and `link_bandwidth` (one
     direction, to another device of the host) in bytes per second, for predictions; empty when unknown.
-    runtime_bytes: what the driver and its libraries take on the device before the first tensor.
+    runtime_bytes: what the driver and its libraries take on the device before the first tensor. used_bytes:
+    what is in use on the device already, by other programs or other models; 0 where nobody has looked.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = STRICT
@@ -80,6 +81,12 @@ class Capabilities:
     link_bandwidth: float | None = None
     host_bytes: int = 0
     runtime_bytes: int = 0
+    used_bytes: int = 0
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the device that a plan may count with."""
+        return self.device.total_bytes - self.used_bytes
 
     def multiplies(self, format: str) -> bool:
         """Whether matrix units take it; a rotated format is multiplied as the plain one is."""

@@ -23,6 +23,7 @@ from portable_dit.catalog import load_recipe, named_recipes, read_spec
 from portable_dit.errors import UserError
 from portable_dit.hooks import ENTRY_POINT_GROUP
 from portable_dit.plugins import Plugins, attempt, load_plugins, select_backend
+from portable_dit.setup import look_at
 
 if TYPE_CHECKING:
     from portable_dit.backend import Backend
@@ -227,7 +228,7 @@ def _backend(found: _Findings, plugins: Plugins, recipe: Recipe | None, wanted: 
     def facts() -> tuple[Device, Capabilities]:
         device = backend.devices()[0]
         backend.activate(device)
-        return device, backend.capabilities(device)
+        return device, look_at(backend, device, recipe) if recipe else backend.capabilities(device)
 
     known, reason = attempt(facts)
     if known is None:

@@ -87,6 +87,8 @@ def verdict(size: Footprint, measure: Callable[[Offload], Footprint], offload: O
     """One sentence for people: whether it fits, by how much, and if not, what would."""
     where = "memory" if size.shared else "device memory"
     need = f"{_gib(size.peak)} of {_gib(size.device_limit)} {where} at the peak ({size.peak_stage})"
+    if size.in_use:
+        need += f", {_gib(size.in_use)} beside it being in use already"
     if size.fits:
         return f"fits: {need}"
     if size.graphs:

@@ -48,7 +48,8 @@ class Footprint:
 
     peak: the highest stage. graphs: what captured calls may hold beside it. host: bytes of all processes on
     the host, `pinned` of them page-locked. The limits are what the machine has; a host limit of 0 is unknown.
-    Where device and host share memory, host is the peak of all processes together.
+    in_use: bytes by which the device's limit is lower, since they are in use already. Where device and host
+    share memory, host is the peak of all processes together.
     """
 
     components: Mapping[str, Bytes]
@@ -60,6 +61,7 @@ class Footprint:
     host_limit: int
     shared: bool
     graphs: int = 0
+    in_use: int = 0
 
     @property
     def peak_stage(self) -> str:
@@ -98,9 +100,9 @@ def measure_footprint(
 ) -> Footprint:
     """The footprint of one request.
 
-    layout: how components are split; its devices are alike. device_limit: bytes to plan with, 0 takes what a
-    device has. extra_activations: by component, for kernels that need more than the model itself. graphs:
-    bytes that are set aside for captured calls.
+    layout: how components are split; its devices are alike. device_limit: bytes to plan with, 0 takes what is
+    unused of a device. extra_activations: by component, for kernels that need more than the model itself.
+    graphs: bytes that are set aside for captured calls.
     """
     extra = extra_activations or {}
     shared = capabilities.host_shares_memory
@@ -121,6 +123,7 @@ def measure_footprint(
     if shared:  # the plan moves nothing then, so `away` is 0
         stages = {stage: size + pictures for stage, size in stages.items()}
     peak = max(stages.values())
+    limit = device_limit or capabilities.unused_bytes
     return Footprint(
         components=components,
         stages=stages,
@@ -129,10 +132,11 @@ def measure_footprint(
         if shared
         else layout.world * (HOST_RUNTIME_BYTES + away + loading) + layout.data * pictures,
         pinned=layout.world * away if capabilities.pinned_memory and not shared else 0,
-        device_limit=device_limit or capabilities.device.total_bytes,
+        device_limit=limit,
         host_limit=capabilities.host_bytes,
         shared=shared,
         graphs=graphs,
+        in_use=capabilities.used_bytes if limit == capabilities.unused_bytes else 0,
     )
 
 

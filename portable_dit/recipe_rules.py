@@ -40,9 +40,9 @@ class Findings:
 
 
 def memory_limit(recipe: Recipe, capabilities: Capabilities) -> int:
-    """Bytes of each device to plan with and to hold to: what the recipe says, and no more than there is."""
-    total = capabilities.device.total_bytes
-    return min(round(recipe.device.memory_gib * GIB), total) if recipe.device.memory_gib else total
+    """Bytes of each device to plan with and to hold to: what the recipe says, and no more than is unused."""
+    unused, asked = capabilities.unused_bytes, recipe.device.memory_gib
+    return min(round(asked * GIB), unused) if asked else unused
 
 
 def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, found: Findings) -> None:
@@ -59,9 +59,15 @@ def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, fou
             f"device.count={count}: this machine has {capabilities.count} x {device.name}. "
             f"Say device.count={capabilities.count} or less, or executor=ray to use several machines."
         )
-    if asked.memory_gib and asked.memory_gib * GIB > device.total_bytes:
-        text = f"{device.name} has {device.total_bytes / GIB:.2f} GiB, which is planned with"
-        found.note("device_memory", f"device.memory_gib={asked.memory_gib:g}: {text}", changed=True)
+    unused = capabilities.unused_bytes
+    has = f"{device.name} has {device.total_bytes / GIB:.2f} GiB"
+    if capabilities.used_bytes:
+        has += f", {capabilities.used_bytes / GIB:.2f} of them in use already"
+    if asked.memory_gib and asked.memory_gib * GIB > unused:
+        text = f"device.memory_gib={asked.memory_gib:g}: {has}; {unused / GIB:.2f} are planned with"
+        found.note("device_memory", text, changed=True)
+    elif capabilities.used_bytes and not asked.memory_gib:
+        found.note("device_memory", f"{has}; {unused / GIB:.2f} are planned with")
 
 
 def choose_executor(recipe: Recipe, layout: Layout, found: Findings) -> str:

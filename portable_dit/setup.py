@@ -15,6 +15,7 @@ from portable_dit import host
 from portable_dit.capabilities import Capabilities, Device
 from portable_dit.catalog import fetch_spec, fetch_weights, find_family, is_remote, load_recipe, read_spec
 from portable_dit.errors import DoesNotFitError, RecipeError, RequestError
+from portable_dit.layout import Layout
 from portable_dit.models import RANDOM
 from portable_dit.models.spec import Family, ModelSpec
 from portable_dit.plan import Plan, make_plan
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from portable_dit.backend import Backend
 
 HOST = "cpu"  # what torch calls the memory that offloaded weights rest in
+# Of a device's memory: less than this in use is the driver's own, which differs by so much between versions.
+NEGLIGIBLE_SHARE = 0.01
+BYTES_A_TOKEN = 3  # of a prompt in UTF-8; fewer than English (4 to 5) and Chinese (about 4) have
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Setup:
             self.plan.workload,
             width=request.width,
             height=request.height,
+            prompt_tokens=max(self.spec.prompt_tokens, _tokens(request)),
             reference_sizes=tuple(reference.size for reference in request.references),
         )
         if workload == self.plan.workload:
@@ -125,7 +130,7 @@ def set_up(
         host.ask_for_huge_pages()
     devices = backend.devices()
     device = devices[rank % len(devices)]
-    capabilities = backend.capabilities(device)
+    capabilities = look_at(backend, device, recipe)
     plan = make_plan(recipe, spec, capabilities, backend.kernel_lists(), strict=strict)
     require_packages(spec)
     if plan.executor == "ray" and find_spec("ray") is None:
@@ -134,6 +139,21 @@ def set_up(
             "pip install '.[ray]' in a clone; or say executor=mp, which needs no more than one host."
         )
     return Setup(recipe, find_family(recipe.model), spec, backend, device, capabilities, plan, strict)
+
+
+def look_at(backend: Backend, device: Device, recipe: Recipe) -> Capabilities:
+    """What the device can do, and what of its memory is in use already.
+
+    Where several devices share a model nobody looks: their ranks must all decide alike.
+    """
+    capabilities = backend.capabilities(device)
+    world = Layout(**recipe.layout.model_dump()).world
+    memory = None if capabilities.host_shares_memory or world > 1 else backend.memory(device)
+    if memory is None:
+        return capabilities
+    free, total = memory
+    used = total - free - capabilities.runtime_bytes
+    return replace(capabilities, used_bytes=used if used > NEGLIGIBLE_SHARE * total else 0)
 
 
 def fetch(setup: Setup) -> Setup:
@@ -150,6 +170,12 @@ def fetch(setup: Setup) -> Setup:
         require_fit(make_plan(setup.recipe, spec, setup.capabilities, kernels, strict=setup.strict))
     fetch_weights(setup.recipe)
     return set_up(setup.recipe, strict=setup.strict)
+
+
+def _tokens(request: ResolvedRequest) -> int:
+    """About how many tokens the request's texts are, rather too many than too few."""
+    text = request.prompt + (request.system_prompt or "")
+    return -(-len(text.encode()) // BYTES_A_TOKEN)
 
 
 def require_packages(spec: ModelSpec) -> None:

@@ -52,7 +52,7 @@ def plan(
     recipe = wish.load()
     spec = read_spec(recipe)
     workload = make_workload(spec, size, image_count)
-    capabilities, kernels = find_machine(machine, recipe.device.backend)
+    capabilities, kernels = find_machine(machine, recipe)
     made = make_plan(recipe, spec, capabilities, kernels, workload, strict=strict)
     if devices is not None and not explain_scaling:
         raise RequestError("--devices: says for how many layouts are ranked. Say --explain-scaling too.")
@@ -128,18 +128,22 @@ def make_workload(spec: ModelSpec, size: str | None, image_count: int) -> Worklo
     return Workload(width, height, spec.prompt_tokens, (reference,) * image_count)
 
 
-def find_machine(machine: str | None, backend: str | None) -> tuple[Capabilities, KernelLists | None]:
-    """The machine to plan for and the kernels it has; None when its backend is not installed here."""
+def find_machine(machine: str | None, recipe: Recipe) -> tuple[Capabilities, KernelLists | None]:
+    """The machine to plan for and the kernels it has; None when its backend is not installed here.
+
+    Of this machine also what is in use already.
+    """
     from portable_dit.machine_file import load_machine
     from portable_dit.plugins import load_plugins, select_backend
+    from portable_dit.setup import look_at
 
     plugins = load_plugins()
     if machine is not None:
         capabilities = load_machine(machine)
         owner = plugins.backends.get(capabilities.device.backend)
         return capabilities, None if owner is None else owner.kernel_lists()
-    chosen = select_backend(backend, plugins)
-    return chosen.capabilities(chosen.devices()[0]), chosen.kernel_lists()
+    chosen = select_backend(recipe.device.backend, plugins)
+    return look_at(chosen, chosen.devices()[0], recipe), chosen.kernel_lists()
 
 
 def _recipe_that_fits(plan: Plan, capabilities: Capabilities, kernels: KernelLists | None) -> str | None:

@@ -128,3 +128,25 @@ print("done")
 def test_a_copy_on_a_second_stream_arrives_only_when_somebody_waits_for_it(machine):
     done = machine.python("-c", LATE)
     assert done.stdout == "done\n", done.stderr
+
+
+IN_USE = """
+from mock_vendor.device import KINDS
+from portable_dit.catalog import load_recipe
+from portable_dit.plugins import select_backend
+from portable_dit.setup import look_at, set_up
+one, two = (
+    load_recipe("cpu/h3-mini", {"device.backend": "spork", "layout.tensor": ranks}) for ranks in (1, 2)
+)
+spork = select_backend("spork")
+for gib in (0, 0.03, 3):
+    KINDS["spork"].memory[0].live = int(gib * 2**30)
+    size = set_up(one).plan.bytes
+    apart = look_at(spork, spork.devices()[0], two).used_bytes
+    print(size.device_limit / 2**30, size.in_use / 2**30, apart)
+"""
+
+
+def test_what_other_programs_hold_is_seen_where_one_device_has_the_whole_model(machine):
+    done = machine.python("-c", IN_USE)
+    assert done.stdout.split("\n") == ["4.0 0.0 0", "4.0 0.0 0", "1.0 3.0 0", ""], done.stderr

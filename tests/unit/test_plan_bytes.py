@@ -24,6 +24,8 @@ from portable_dit.models.spec import FORMAT_SCALES, Numbers, Workload, linear_by
 from portable_dit.plan import make_plan
 from portable_dit.recipe import FORMATS as RECIPE_FORMATS
 from portable_dit.recipe import make_recipe
+from portable_dit.request import Request
+from portable_dit.setup import resolve_request, set_up
 
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
 MINI_SPEC = make_spec("h3-mini", MINI)
@@ -259,8 +261,48 @@ def test_more_memory_than_the_device_has_is_planned_with_what_there_is():
     plan = planned({"device": {"memory_gib": 200.0}}, on="rtx-5090")
     assert "of 31.36 GiB" in plan.verdict
     assert [n.text for n in plan.notes if n.changed and n.code == "device_memory"] == [
-        "device.memory_gib=200: NVIDIA GeForce RTX 5090 has 31.36 GiB, which is planned with"
+        "device.memory_gib=200: NVIDIA GeForce RTX 5090 has 31.36 GiB; 31.36 are planned with"
     ]
+
+
+def used(gib, values=None, *, on="rtx-4090", workload=None):
+    machine = load_machine(MACHINES / f"{on}.json")
+    machine = replace(machine, used_bytes=int(gib * GIB))
+    return make_plan(make_recipe({"model": "h3-image", **(values or {})}), FULL_SPEC, machine, None, workload)
+
+
+def test_what_is_in_use_on_the_device_already_is_left_alone():
+    streams = {"offload": STREAMED_IN_24_GIB["offload"]}
+    alone, beside = used(0, streams), used(3, streams)
+    assert alone.bytes.device_limit - beside.bytes.device_limit == 3 * GIB
+    assert beside.fits
+    assert beside.offload.resident_blocks < alone.offload.resident_blocks
+    said = [note for note in beside.notes if note.code == "device_memory"]
+    assert [note.text for note in said] == [
+        "NVIDIA GeForce RTX 4090 has 23.53 GiB, 3.00 of them in use already; 20.53 are planned with"
+    ]
+    assert not said[0].changed
+    assert not [note for note in alone.notes if note.code == "device_memory"]
+
+
+def test_a_limit_counts_with_what_is_in_use_and_is_changed_only_where_it_is_above():
+    below, above = used(3, {"device": {"memory_gib": 20.0}}), used(3, {"device": {"memory_gib": 22.0}})
+    assert below.bytes.device_limit == 20 * GIB
+    assert above.bytes.device_limit < 21 * GIB
+    assert [[note.text for note in plan.notes if note.changed] for plan in (below, above)] == [
+        [],
+        [
+            "device.memory_gib=22: NVIDIA GeForce RTX 4090 has 23.53 GiB, 3.00 of them in use already; "
+            "20.53 are planned with"
+        ],
+    ]
+
+
+def test_a_request_that_does_not_fit_beside_what_is_in_use_is_told_of_it():
+    plan = used(100, on="h200")
+    assert not plan.fits
+    assert "100.00 GiB beside it being in use already" in plan.verdict
+    assert "in use" not in used(100, {"device": {"memory_gib": 30.0}}, on="h200").verdict
 
 
 def test_a_request_that_the_blocks_on_the_device_leave_no_room_for_is_told_how_many_would():
@@ -366,3 +408,16 @@ def test_fewer_pictures_at_once_are_planned_where_all_would_not_fit(layout):
     assert plan.fits
     assert plan.workload.batch == 3
     assert "the DiT takes 3 pictures at once instead of 8, to fit" in [note.text for note in plan.notes]
+
+
+def test_a_request_is_planned_with_the_length_of_its_prompt():
+    setup = set_up(make_recipe({"model": "h3-image", "weights": "random"}))
+
+    def size(prompt: str):
+        return setup.plan_of(resolve_request(Request(prompt), setup.recipe, setup.spec)).bytes
+
+    short, long = size("a red apple"), size("a red apple, " * 400)
+    assert short == setup.plan.bytes
+    for stage in ("text_encoder", "dit"):
+        assert long.stages[stage] > short.stages[stage]
+    assert size("\u82f9\u679c" * 2000).stages["dit"] > size("ap" * 2000).stages["dit"], "three bytes a letter"

@@ -125,6 +125,7 @@ def test_recorded_machines_agree_with_the_chip_tables(machine):
         assert chips.dtypes(capability) == recorded.dtypes
         assert chips.rates(recorded.device.name).compute == recorded.compute
         assert chips.rates(recorded.device.name).bandwidth == recorded.memory_bandwidth
+        assert recorded.runtime_bytes == chips.RUNTIME_BYTES
 
 
 def test_what_torch_has_here_takes_the_arguments_that_were_recorded():
