@@ -52,6 +52,8 @@ def checkpoint_folder(wish: Recipe) -> Path | None:
 
 def is_remote(wish: Recipe) -> bool:
     """Whether something that the recipe names lies on a hub and is not on this machine yet."""
+    if any(place is None for place, _ in adapter_places(wish)):
+        return True
     if checkpoint_folder(wish) is None:
         return wish.weights != models.RANDOM
     return not _component_words(wish).keys() <= component_places(wish).keys()
@@ -76,6 +78,22 @@ def component_places(wish: Recipe) -> dict[str, Path]:
         found = elsewhere(folder, find_family(wish.model), dialect=wish.checkpoint_dialect)
         places = {**found, **places}
     return places
+
+
+def adapter_places(wish: Recipe) -> list[tuple[Path | None, float]]:
+    """Where each LoRA adapter of the recipe lies, None for one that must be fetched, and its scale."""
+    from portable_dit.lora import split_scale
+
+    found = []
+    for words in wish.lora:
+        place, scale = split_scale(words)
+        local = models.local_weights("lora", place)
+        if local is None:
+            from portable_dit.hub import cached
+
+            local = cached(place)
+        found.append((local, scale))
+    return found
 
 
 def fetch_spec(wish: Recipe) -> ModelSpec | None:
@@ -120,11 +138,32 @@ def fetch_weights(wish: Recipe, *, configs_only: bool = False) -> tuple[Path | N
 
             place = fetch_component(words, configs_only=configs_only)
         places[name] = place
+    if not configs_only:
+        _fetch_adapters(wish)
     return local, places
 
 
+def _fetch_adapters(wish: Recipe) -> None:
+    """Downloads the recipe's LoRA adapters that are on a hub and not here yet."""
+    from portable_dit.lora import split_scale
+
+    for words, (place, _) in zip(wish.lora, adapter_places(wish), strict=True):
+        if place is None:
+            from portable_dit.hub import fetch_adapter
+
+            fetch_adapter(split_scale(words)[0])
+
+
 def read_spec(wish: Recipe) -> ModelSpec:
-    """The rules and sizes of the recipe's model. Raises RecipeError when model or weights mean nothing."""
+    """The rules and sizes of the recipe's model.
+
+    Raises RecipeError when model or weights mean nothing, WeightsError for an adapter that is none.
+    """
+    from portable_dit.lora import read_adapter
+
+    for place, scale in adapter_places(wish):
+        if place is not None:
+            read_adapter(place, scale)
     return models.read_spec(
         wish.model,
         checkpoint_folder(wish),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_dit.errors import WeightsError
+from portable_dit.lora import CONFIG
 from portable_dit.models.spec import Family, HubFiles
 
 DEFAULT_REVISION = "main"
@@ -126,6 +127,22 @@ def fetch_component(words: str, *, configs_only: bool = False) -> Path:
         return [*wanted, *(name for name in names if name.startswith(beside))]
 
     return _fetch(ref, choose, configs_only)
+
+
+def fetch_adapter(words: str) -> Path:
+    """The folder or file of a LoRA adapter, with what its trainer says beside it and nothing else."""
+    ref = HubRef.parse(words)
+    is_file = ref.inside.endswith(".safetensors")
+    folder = ref.inside.rpartition("/")[0] if is_file else ref.inside
+
+    def choose(names: Sequence[str]) -> Sequence[str]:
+        beside = [name for name in names if name.rpartition("/")[0] == folder]
+        files = [n for n in beside if (n == ref.inside if is_file else n.endswith(".safetensors"))]
+        if not files:
+            raise WeightsError(f"lora: {ref}: no such .safetensors file in the repository.")
+        return [*files, *(name for name in beside if name.rpartition("/")[2] == CONFIG)]
+
+    return _fetch(ref, choose, configs_only=False)
 
 
 def _fetch(ref: HubRef, choose: Callable[[Sequence[str]], Sequence[str]], configs_only: bool) -> Path:

@@ -7,23 +7,26 @@ offload. What cannot be met was refused before, in `setup`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable_dit.catalog import checkpoint_folder
+from portable_dit.catalog import adapter_places, checkpoint_folder
 from portable_dit.errors import BackendError, WeightsError
 from portable_dit.loaded import LoadedModel
 from portable_dit.models import RANDOM
 from portable_dit.models.spec import COMPONENTS, Model, ModelSpec, matches
 from portable_dit.recipe_rules import memory_limit
+from portable_dit.safetensors_file import ITEM_BYTES
 from portable_dit.setup import HOST, Setup, require_fit
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from portable_dit.lora import Additions
+    from portable_dit.models.spec import TensorSource
     from portable_dit.offload import ComponentOffload, LayerOffload
     from portable_dit.parallel.mesh import Mesh
     from portable_dit.parallel.parts import Parts
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from portable_dit.weights import Checkpoint
 
 log = logging.getLogger("portable_dit")
+NOT_FETCHED = (
+    "not on this machine, and this setup was not fetched. Call portable_dit.setup.fetch first, or load it "
+    "with Engine.load, which does."
+)
 
 
 def load_model(
@@ -60,6 +67,7 @@ def load_model(
     dtypes: dict[str, torch.dtype] = {name: getattr(torch, plan.dtype[name]) for name in COMPONENTS}
     with _uninitialised():
         model = setup.family.build(spec, dtypes)
+    added = _additions(model, setup)
     parts, bytes_read = _parts(mesh, spec), 0
     for name in COMPONENTS:
         on_component(name)
@@ -68,7 +76,7 @@ def load_model(
             with _uninitialised():
                 parts.shrink(name, module)
         _quantize(module, name, setup)
-        bytes_read += _fill(model, name, checkpoint, setup, parts, partial(on_bytes, name))
+        bytes_read += _fill(model, name, checkpoint, setup, parts, added, partial(on_bytes, name))
         _require_quantized(module, name, setup)
         if parts is not None:
             parts.agree(name, module, _divided_blocks(model, name))
@@ -184,11 +192,28 @@ def _open_checkpoint(setup: Setup) -> Checkpoint | None:
         return None
     folder = checkpoint_folder(recipe)
     if folder is None:
-        raise WeightsError(
-            f"weights: {recipe.weights}: not on this machine, and this setup was not fetched. Call "
-            "portable_dit.setup.fetch first, or load it with Engine.load, which does."
-        )
+        raise WeightsError(f"weights: {recipe.weights}: {NOT_FETCHED}")
     return Checkpoint.open(folder)
+
+
+def _additions(model: Model, setup: Setup) -> Additions:
+    """What the recipe's adapters add to the DiT. Raises WeightsError before a weight is read."""
+    from portable_dit.lora import Additions, add, read_adapter
+
+    places = adapter_places(setup.recipe)
+    if not places:
+        return Additions()
+    from portable_dit.slots import targets_of
+
+    adapters = []
+    for words, (place, scale) in zip(setup.recipe.lora, places, strict=True):
+        if place is None:
+            raise WeightsError(f"lora: {words}: {NOT_FETCHED}")
+        adapters.append(read_adapter(place, scale))
+        ranks = sorted({low.down.shape[0] for low in adapters[-1].layers.values()})
+        log.info("lora: %s: %d layers, rank %s", words, len(adapters[-1].layers), ", ".join(map(str, ranks)))
+    shapes = {name: target.shape for name, target in targets_of(model.component("dit")).items()}
+    return add(adapters, setup.family.stored_rows("dit", shapes, setup.spec), shapes)
 
 
 def _fill(
@@ -197,9 +222,11 @@ def _fill(
     checkpoint: Checkpoint | None,
     setup: Setup,
     parts: Parts | None,
+    added: Additions,
     on_bytes: Callable[[int, int], None],
 ) -> int:
     """Weights into a component, each tensor where it rests; gives the bytes read."""
+    from portable_dit.lora import Additions
     from portable_dit.weights import fill_random, load_component, marker_texts
 
     module, family = model.component(name), setup.family
@@ -214,7 +241,9 @@ def _fill(
     shapes = {key: tensor.shape for key, tensor in stored.items()}
     tensor_map = family.tensor_map(name, shapes, setup.spec, texts=marker_texts(stored))
     unused = tensor_map.unused | {part for ours in elsewhere for part in tensor_map.sources[ours].names}
-    with _cached(module, stored, name, place, setup, parts) as cache:
+    added = added if name == "dit" else Additions()
+    _log_double_rounding(added, tensor_map.sources, stored)
+    with _cached(module, stored, name, place, setup, parts, added.identities) as cache:
         return load_component(
             module,
             stored,
@@ -224,8 +253,23 @@ def _fill(
             encode_on=compute,
             title=str(place),
             shares=shares,
+            changes=added.changes,
             cache=cache,
             on_bytes=on_bytes,
+        )
+
+
+def _log_double_rounding(
+    added: Additions, sources: Mapping[str, TensorSource], stored: Mapping[str, StoredTensor]
+) -> None:
+    """Tells of weights that were rounded once when they were stored, and are again when they are changed."""
+    parts = {name: sources[name].names for name in added.changes if name in sources}
+    twice = sum(any(ITEM_BYTES[stored[part].dtype] == 1 for part in names) for names in parts.values())
+    if twice:
+        log.info(
+            "lora: %d of %d changed weights are stored in 8 bits or fewer: expanded, then changed",
+            twice,
+            len(parts),
         )
 
 
@@ -236,6 +280,7 @@ def _cached(
     place: Path,
     setup: Setup,
     parts: Parts | None,
+    changed_by: Sequence[str],
 ) -> AbstractContextManager[CachedWeights | None]:
     """The cache entry of a quantised component, None when the recipe wants none."""
     format = setup.plan.formats[name]
@@ -245,13 +290,14 @@ def _cached(
 
     title = f"{place} as {format}"
     if parts is None:
-        return CachedWeights(module, stored, title=title)
+        return CachedWeights(module, stored, title=title, changed_by=changed_by)
     label = parts.label(name)
     return CachedWeights(
         module,
         stored,
         title=f"{title}, part {label}" if label else title,
         part=label,
+        changed_by=changed_by,
         keep=parts.is_first_with_its_part(name),
         agree=parts.all_have,
     )

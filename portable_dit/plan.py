@@ -41,6 +41,7 @@ from portable_dit.recipe_rules import (
     check_batch,
     check_device,
     check_keep,
+    check_lora,
     check_offload,
     check_sampling,
     check_workload,
@@ -126,6 +127,7 @@ def make_plan(
     if not choose_tiling(recipe, spec, layout, found):
         workload = replace(workload, tile_batch=0)
     executor = choose_executor(recipe, layout, found)
+    check_lora(recipe, found)
     check_sampling(recipe, spec, found)
     dtype = choose_dtypes(recipe, spec, capabilities, found)
     offload = check_offload(recipe, spec, capabilities, found)

@@ -41,7 +41,7 @@ FORMATS: tuple[str, ...] = get_args(Format)
 
 Text = Annotated[str, Field(min_length=1)]
 Degree = Annotated[int, Field(ge=1, le=4096)]
-Globs = Annotated[tuple[Text, ...], Field(strict=False)]  # YAML gives a list; what is kept cannot change
+Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # YAML gives a list; what is kept cannot change
 
 
 class Section(BaseModel):
@@ -71,7 +71,7 @@ class QuantizationSection(Section):
     """Number format of the text encoder's linear layers."""
     vae: Format | None = None
     """Number format of the VAE's linear layers."""
-    keep: Globs | None = None
+    keep: Texts | None = None
     """Names or globs of layers that are never quantised; null takes the model's own list."""
 
 
@@ -148,6 +148,9 @@ class Recipe(Section):
     """builtin (shipped in the package), random (right shapes, no meaning), a folder, a .safetensors file,
     or a hub id, which may pin a revision: ORG/NAME@REVISION."""
     components: ComponentsSection = ComponentsSection()
+    lora: Texts = ()
+    """LoRA adapters that are added to the DiT's weights while these are loaded: a file, a folder or a hub id,
+    with a scale behind a colon where it is not 1."""
     checkpoint_dialect: Dialect = "auto"
     """How the checkpoint names and orders its tensors; auto reads it off the names, where they tell."""
     cache: bool = False
@@ -187,6 +190,7 @@ class Recipe(Section):
     def digest(self) -> str:
         """sha256 over what decides the picture and its cost: neither words for people nor figures."""
         words: Any = {"description": True, "measured": True, "reference": True, "device": {"name": True}}
+        words |= {} if self.lora else {"lora": True}
         words |= {"cache": True, "batch": True, "prompt_cache_mib": True, "rank_timeout_seconds": True}
         content = self.model_dump(mode="json", exclude=words)
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

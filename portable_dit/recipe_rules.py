@@ -70,6 +70,16 @@ def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, fou
         found.note("device_memory", f"{has}; {unused / GIB:.2f} are planned with")
 
 
+def check_lora(recipe: Recipe, found: Findings) -> None:
+    """Adapters change weights that mean something."""
+    if recipe.lora and recipe.weights == "random":
+        found.problems.append(
+            "lora: weights=random have nothing to change. Leave lora out, or name a checkpoint."
+        )
+    for words in recipe.lora:
+        found.note("lora", f"lora={words}: added to the DiT's weights while they are loaded")
+
+
 def choose_executor(recipe: Recipe, layout: Layout, found: Findings) -> str:
     """What starts the processes of the layout."""
     if recipe.executor == "auto":

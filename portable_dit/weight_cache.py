@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -89,10 +89,10 @@ def fingerprint(stored: Mapping[str, StoredTensor]) -> str:
 class CachedWeights:
     """The cache entry of one component in one format: read when it is there, written while loading if not.
 
-    part: which of a layout's parts it is. keep: whether this process writes it; of several that hold the same
-    part, one does. agree: whether all processes have found theirs, since they read together or encode
-    together. tensors: the cached values by parameter name, empty when there was no entry. A context: the
-    entry is kept when it ends well.
+    part: which of a layout's parts it is. changed_by: fingerprints of what is added to the stored weights.
+    keep: whether this process writes it; of several that hold the same part, one does. agree: whether all
+    processes have found theirs, since they read together or encode together. tensors: the cached values by
+    parameter name, empty when there was no entry. A context: the entry is kept when it ends well.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class CachedWeights:
         *,
         title: str,
         part: str = "",
+        changed_by: Sequence[str] = (),
         keep: bool = True,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
@@ -110,7 +111,7 @@ class CachedWeights:
         layers = {name: layer for name, (layer, _) in quantized_weights(module).items()}
         self._format: Format = next(iter(layers.values())).kernel.format
         shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
-        key = json.dumps([VERSION, fingerprint(stored), self._format.name, sorted(shapes), part])
+        key = json.dumps([VERSION, fingerprint(stored), self._format.name, sorted(shapes), part, *changed_by])
         self.path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
         self.tensors: Mapping[str, StoredTensor] = {}
         self._scales: Mapping[str, StoredTensor] = {}

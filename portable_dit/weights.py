@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from portable_dit.formats import Encoded, Format
+    from portable_dit.lora import Change
     from portable_dit.models.spec import TensorSource
     from portable_dit.shares import Run, Share
     from portable_dit.slots import Target
@@ -101,6 +102,7 @@ def load_component(
     unused: Collection[str] = (),
     title: str = "weights",
     shares: Mapping[str, Share] | None = None,
+    changes: Mapping[str, Change] | None = None,
     cache: CachedWeights | None = None,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
@@ -108,17 +110,20 @@ def load_component(
 
     sources: for each name of the module, what it is made of. device: where each name goes. encode_on: the
     device that encodes, None = where the weight goes, which a host does slowly. unused: stored names without
-    a use. shares: the parameters of which this rank holds a part, which alone is read. cache:
-    where encoded weights are taken from, or put. on_bytes: told the bytes that were placed and how many there
-    are. The module's parameters say the target dtype and shape. An 8-bit weight with a `_scale` beside it is
-    expanded to float32 first, the master from which every precision is made.
+    a use. shares: the parameters of which this rank holds a part, which alone is read. changes: what adapters
+    add to parameters. cache: where encoded weights are taken from, or put. on_bytes: told the bytes that were
+    placed and how many there are. The module's parameters say the target dtype and shape. An 8-bit weight
+    with a `_scale` beside it is expanded to float32 first, the master from which every precision is made.
     """
     from portable_dit.slots import ExpertSlot, QuantizedSlot, Slot, placed, targets_of
 
     _place_constants(module, device)
     targets = targets_of(module)
-    shares = shares or {}
-    made = {name: Made(name, stored, source, shares.get(name)) for name, source in sources.items()}
+    shares, changes = shares or {}, changes or {}
+    made = {
+        name: Made(name, stored, source, shares.get(name), changes.get(name), encode_on or device(name))
+        for name, source in sources.items()
+    }
     _compare(made, targets, stored, unused, title)
     cached = cache.tensors if cache is not None else {}
     expected = sum(cached[name].nbytes if name in cached else made[name].nbytes for name in targets)
@@ -203,12 +208,17 @@ def fill_random(
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """One parameter of the module and the stored tensors that it is made of; share: the part that is held."""
+    """One parameter of the module and the stored tensors that it is made of.
+
+    share: the part that is held. change: what adapters add to the whole, made on the device `change_on`.
+    """
 
     name: str
     stored: Mapping[str, StoredTensor]
     source: TensorSource
     share: Share | None = None
+    change: Change | None = None
+    change_on: str = HOST
 
     @property
     def parts(self) -> list[StoredTensor]:
@@ -261,6 +271,10 @@ class Made:
             raise WeightsError(f"{self.name}: cannot be made of {self.describe()} ({error}).") from error
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"{self.name}: {self.describe()} stored, {list(shape)} expected.")
+        if self.change is not None:
+            added = self.change.on(self.change_on)
+            added = added if self.share is None else self.share.cut(added)
+            tensor = tensor.float() + added.to(tensor.device)
         return tensor
 
     def encoded(self, form: Format) -> Encoded | None:
@@ -269,6 +283,8 @@ class Made:
 
         from portable_dit.formats import WHOLE, Encoded
 
+        if self.change is not None:
+            return None
         scales = [_scale_of(name, self.stored) for name in self.source.names]
         rows = [part.shape[0] if part.shape else 0 for part in self.parts]
         if not self.source.by_rows or form.scales is not torch.float32 or form.rotated:

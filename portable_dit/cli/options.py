@@ -59,7 +59,7 @@ class Flag:
     names: tuple[str, ...]
     keys: tuple[str, ...]
     help: str
-    type: type = str
+    type: Any = str
     values: tuple[Any, ...] | None = None
 
     def option(self) -> inspect.Parameter:
@@ -71,12 +71,19 @@ class Flag:
         )
 
     def overrides(self, given: Any) -> dict[str, Any]:
-        if given is None or given is False:
+        if given is None or given is False or given == []:
             return {}
         return dict(zip(self.keys, self.values or (given,) * len(self.keys), strict=True))
 
 
 FLAGS = (
+    Flag(
+        "lora",
+        ("--lora",),
+        ("lora",),
+        "A LoRA adapter, file, folder or hub id, as PATH or PATH:SCALE; repeatable.",
+        list[str],
+    ),
     Flag("backend", ("--backend",), ("device.backend",), "Which backend runs it."),
     Flag("precision", ("--precision",), ("precision",), "auto, bfloat16, float32 or float16."),
     Flag("quantization", ("--quantization",), ("quantization.dit",), "Number format of the DiT's layers."),

@@ -63,9 +63,10 @@ def local_weights(key: str, weights: str) -> Path | None:
         )
     if HUB_ID.fullmatch(weights):
         return None
+    named = "builtin, random, " if key == "weights" else ""
     raise RecipeError(
         f"{key}: {weights}: there is no such folder or file. "
-        "Say builtin, random, a folder, a .safetensors file, or a hub id like ORG/NAME."
+        f"Say {named}a folder, a .safetensors file, or a hub id like ORG/NAME."
     )
 
 

@@ -414,6 +414,14 @@ class TensorMap:
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """Where a stored matrix lies in a parameter of ours: row i of it is row rows[i] of that."""
+
+    parameter: str
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class HubFiles:
     """What to fetch of a hub repository, and of others for what it lacks.
 
@@ -473,6 +481,15 @@ class Family(Protocol):
         """How the stored tensors of a component, given by name and shape, become its parameters.
 
         texts: what the short rows of bytes among them hold.
+        """
+        ...
+
+    def stored_rows(
+        self, component: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec
+    ) -> Mapping[str, Mapping[str, StoredRows]]:
+        """Dialect -> stored name -> where its rows lie, for the matrices among a component's parameters.
+
+        Adapters are read by it. shapes: of the parameters. The dialect of the spec's checkpoint comes first.
         """
         ...
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hub_server import Hub, commit_of, serve_hub
 from PIL import Image
+from safetensors.torch import save_file
 
 from portable_dit.models.h3_image.random_checkpoint import write_random
 
@@ -152,6 +154,45 @@ def test_a_component_may_be_named_on_a_hub(hub, fetch, originals, tmp_path):
     message = fetch(REPO, text_encoder="SOMEONE/Encoder:elsewhere", code=2)
     assert "no .safetensors files there" in message
     assert "inside/text_encoder" in message
+
+
+def test_an_adapter_on_a_hub_is_fetched_with_its_config_and_nothing_else(hub, tmp_path, tiny_recipe, cli):
+    style = tmp_path / "style"
+    style.mkdir()
+    layer = "base_model.model.blocks.0.attn.out_proj"
+    matrices = {f"{layer}.lora_A.weight": torch.ones(2, 64), f"{layer}.lora_B.weight": torch.ones(64, 2)}
+    save_file(matrices, style / "adapter_model.safetensors")
+    (style / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    (style / "optimizer.pt").write_bytes(bytes(1000))
+    hub.repos["SOMEONE/Style", "main"] = style
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+
+    def drawn(lora: str, **variables: str) -> bytes:
+        words = [
+            "run",
+            "--recipe",
+            tiny_recipe,
+            "--lora",
+            lora,
+            "-p",
+            "a red apple",
+            "-o",
+            tmp_path / "out.png",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "portable_dit", *map(str, words)],
+            capture_output=True,
+            text=True,
+            env=environment | variables,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stderr
+        return Image.open(tmp_path / "out.png").tobytes()
+
+    fetched = drawn("SOMEONE/Style:0.25")
+    assert set(hub.downloaded()) == {"adapter_model.safetensors", "adapter_config.json"}
+    assert drawn("SOMEONE/Style:0.25", HF_HUB_OFFLINE="1") == fetched == drawn(f"{style}:0.25")
+    assert drawn(f"{style}:0.5") != fetched
 
 
 def test_what_stands_in_the_way_is_said(hub, fetch):

@@ -62,6 +62,7 @@ ROWS = {
     "portable_dit.bind": 5,
     "portable_dit.quantize": 5,
     "portable_dit.offload": 5,
+    "portable_dit.lora": 5,
     "portable_dit.weights": 5,
     "portable_dit.slots": 5,
     "portable_dit.shares": 5,

@@ -20,6 +20,7 @@ from portable_dit.models.h3_image.config import DIFFUSERS_SPELLINGS, DiTConfig, 
 from portable_dit.models.h3_image.diffusers_names import DIT_NAMES, VAE_NAMES, Names
 from portable_dit.models.h3_image.markers import FP8, INT8, MARKER, W4A8
 from portable_dit.models.h3_image.quantized import rotate_weight
+from portable_dit.models.spec import StoredRows
 
 Laid = dict[str, Tensor]  # stored name -> tensor
 
@@ -128,6 +129,31 @@ def lay_out_dit(name: str, tensor: Tensor, config: DiTConfig, dialect: Dialect) 
     for stored, part in parts.items():
         quantized |= _quantized(stored.removesuffix(".weight"), part.float(), dialect.quantized)
     return quantized
+
+
+def stored_rows(
+    shapes: Mapping[str, tuple[int, ...]], config: DiTConfig
+) -> Mapping[str, Mapping[str, StoredRows]]:
+    """Dialect -> stored name -> where the rows of that matrix lie in ours, that of the config first.
+
+    The heads of the steps are left out: they are packed by their numbers, not by rows alone. Where the
+    checkpoint itself has its fused rows stacked, a name of the original's means such rows too.
+    """
+    stacked = config.qkv_rows == "stacked" or config.adaln_form == "curve"
+    names = ("comfy", "diffusers") if stacked else ("original", "diffusers", "comfy")
+    matrices = {
+        name: torch.arange(shape[0])[:, None]
+        for name, shape in shapes.items()
+        if len(shape) == 2 and not name.startswith("final_layer.heads.")
+    }
+    return {
+        dialect: {
+            stored: StoredRows(ours, rows[:, 0])
+            for ours, numbers in matrices.items()
+            for stored, rows in lay_out_dit(ours, numbers, config, DIALECTS[dialect]).items()
+        }
+        for dialect in names
+    }
 
 
 def lay_out_vae(name: str, tensor: Tensor, config: VAEConfig, dialect: Dialect) -> Laid:

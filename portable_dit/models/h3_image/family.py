@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable_dit.models.spec import HubFiles, Model, ModelSpec, TensorMap
+from portable_dit.models.spec import HubFiles, Model, ModelSpec, StoredRows, TensorMap
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,15 @@ class H3Family:
 
         assert isinstance(spec, H3Spec)
         return tensor_map(component, shapes, spec.config, texts=texts)
+
+    def stored_rows(
+        self, component: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec
+    ) -> Mapping[str, Mapping[str, StoredRows]]:
+        from portable_dit.models.h3_image.dialects import stored_rows
+        from portable_dit.models.h3_image.spec import H3Spec
+
+        assert isinstance(spec, H3Spec)
+        return stored_rows(shapes, spec.config.dit) if component == "dit" else {}
 
     def hub_files(self, names: Sequence[str], *, dialect: str = "auto") -> HubFiles:
         from portable_dit.models.h3_image.places import hub_files

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from portable_dit.models.hunyuan_image_3.config import DiTConfig, HunyuanConfig, VAEConfig
-from portable_dit.models.hunyuan_image_3.names import taps_of
-from portable_dit.models.spec import TensorMap, TensorSource
+from portable_dit.models.hunyuan_image_3.names import dit_tensors, taps_of
+from portable_dit.models.spec import StoredRows, TensorMap, TensorSource
 
 # Stored -> ours, tried in order. A stored name that none of a component's patterns matches is not its own.
 _TIME = r"^(timestep_emb|guidance_emb|timestep_r_emb|time_embed|time_embed_2)\.mlp"
@@ -70,6 +70,16 @@ def dit_name(stored: str) -> str:
     for pattern, ours in _DIT_NAMES:
         stored = re.sub(pattern, ours, stored)
     return stored
+
+
+def stored_rows(config: HunyuanConfig) -> Mapping[str, StoredRows]:
+    """Stored name -> where the rows of that matrix of the transformer lie in ours."""
+    found = {}
+    for name, shape in dit_tensors(config.dit, config.vae.latent_channels).items():
+        if len(shape) == 2:
+            ours = _dit_change(name, config.dit)(torch.arange(shape[0])[:, None])[:, 0]
+            found[name] = StoredRows(dit_name(name), ours.argsort())
+    return found
 
 
 def stack_qkv_rows(rows: Tensor, config: DiTConfig) -> Tensor:

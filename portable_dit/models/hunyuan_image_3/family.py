@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable_dit.errors import RecipeError, WeightsError
-from portable_dit.models.spec import HubFiles, Model, ModelSpec, TensorMap
+from portable_dit.models.spec import HubFiles, Model, ModelSpec, StoredRows, TensorMap
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,15 @@ class HunyuanFamily:
 
         assert isinstance(spec, HunyuanSpec)
         return tensor_map(component, shapes, spec.config)
+
+    def stored_rows(
+        self, component: str, shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec
+    ) -> Mapping[str, Mapping[str, StoredRows]]:
+        from portable_dit.models.hunyuan_image_3.checkpoint import stored_rows
+        from portable_dit.models.hunyuan_image_3.spec import HunyuanSpec
+
+        assert isinstance(spec, HunyuanSpec)
+        return {"original": stored_rows(spec.config)} if component == "dit" else {}
 
     def hub_files(self, names: Sequence[str], *, dialect: str = "auto") -> HubFiles:
         shards = [name for name in names if "/" not in name and name.endswith(".safetensors")]
