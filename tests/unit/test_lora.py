@@ -361,6 +361,7 @@ def test_a_folder_with_several_files_is_asked_which(tmp_path):
     [
         ("blocks.77.attn.out_proj", (64, 64), "made for another model"),
         ("final_layer.heads", (64, 64), "not plain matrices"),
+        ("final_layer.video_out", (32, 64), "not plain matrices"),
         ("blocks.0.attn.out_proj", (32, 64), r"it changes \[32, 64\], and the layer is \[64, 64\]"),
     ],
 )

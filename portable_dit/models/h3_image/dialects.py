@@ -136,15 +136,17 @@ def stored_rows(
 ) -> Mapping[str, Mapping[str, StoredRows]]:
     """Dialect -> stored name -> where the rows of that matrix lie in ours, that of the config first.
 
-    The heads of the steps are left out: they are packed by their numbers, not by rows alone. Where the
-    checkpoint itself has its fused rows stacked, a name of the original's means such rows too.
+    The heads of the steps are left out, since they are packed by their numbers and not by rows alone, and so
+    is the base layer that they take the place of. Where the checkpoint itself has its fused rows stacked, a
+    name of the original's means such rows too.
     """
+    outputs = ("final_layer.heads.", "final_layer.video_out.") if config.pdd_heads else ()
     stacked = config.qkv_rows == "stacked" or config.adaln_form == "curve"
     names = ("comfy", "diffusers") if stacked else ("original", "diffusers", "comfy")
     matrices = {
         name: torch.arange(shape[0])[:, None]
         for name, shape in shapes.items()
-        if len(shape) == 2 and not name.startswith("final_layer.heads.")
+        if len(shape) == 2 and not name.startswith(outputs)
     }
     return {
         dialect: {
