@@ -118,7 +118,7 @@ def read_adapter(place: Path, scale: float) -> Adapter:
     path = _file_in(place) if place.is_dir() else place
     file = open_tensor_file(path)
     pairs = _pairs(file)
-    alpha_of = _alphas(file, pairs)
+    factors = _factors(file, pairs)
     layers = {}
     for layer, (down, up) in pairs.items():
         if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
@@ -126,7 +126,7 @@ def read_adapter(place: Path, scale: float) -> Adapter:
             raise WeightsError(f"lora: {path}: {layer}: {shapes}, where [R, K] and [N, R] are needed.")
         if not (down.is_finite() and up.is_finite()):
             raise WeightsError(f"lora: {path}: {layer}: NaN or infinite values. Its training went astray.")
-        layers[layer] = LowRank(down, up, scale * alpha_of[layer])
+        layers[layer] = LowRank(down, up, scale * factors[layer])
     return Adapter(path, layers)
 
 
@@ -176,8 +176,9 @@ def _pairs(file: TensorFile) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     strange = []
     for name, tensor in file.tensors.items():
         part = _PART.match(name)
-        if part:
-            (downs if part["down"] else ups)[part["layer"]] = tensor
+        found = None if part is None else downs if part["down"] else ups
+        if part is not None and found is not None and part["layer"] not in found:
+            found[part["layer"]] = tensor
         elif not name.endswith(".alpha"):
             strange.append(name)
     if strange:
@@ -198,26 +199,33 @@ def _pairs(file: TensorFile) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     return {layer: (downs[layer], ups[layer]) for layer in downs}
 
 
-def _alphas(file: TensorFile, pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]) -> dict[str, float]:
+def _factors(file: TensorFile, pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]) -> dict[str, float]:
     """What each layer's product is multiplied by: alpha / R, or alpha / sqrt(R) where the trainer says so."""
-    from portable_dit.weights import as_tensor
-
     config = _trainer_config(file)
     patterns = config.get("alpha_pattern") or {}
-    alpha = config.get("lora_alpha", file.metadata.get("lora_alpha", file.metadata.get("ss_network_alpha")))
+    given = config.get("lora_alpha", file.metadata.get("lora_alpha", file.metadata.get("ss_network_alpha")))
     found = {}
     for layer, (down, _) in pairs.items():
-        own = file.tensors.get(f"{layer}.alpha")
         rank = down.shape[0]
-        value = next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", _bare(layer))), alpha)
-        if own is not None:
-            value = float(as_tensor(own).float())
         try:
-            number = float(rank if value is None else value)
-        except (TypeError, ValueError) as error:
-            raise WeightsError(f"lora: {file.path}: alpha={value!r} is no number.") from error
-        found[layer] = number / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            named = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", _bare(layer)))
+            own = file.tensors.get(f"{layer}.alpha")
+            alpha = _number(own) if own is not None else float(next(named, rank if given is None else given))
+        except (TypeError, ValueError, AttributeError, re.error) as error:
+            raise WeightsError(f"lora: {file.path}: alpha of {layer} cannot be read ({error}).") from error
+        if not math.isfinite(alpha):
+            raise WeightsError(f"lora: {file.path}: alpha of {layer} is {alpha}.")
+        found[layer] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return found
+
+
+def _number(stored: StoredTensor) -> float:
+    """Of a tensor that holds one."""
+    from portable_dit.weights import as_tensor
+
+    if math.prod(stored.shape) != 1:
+        raise ValueError(f"a tensor of {list(stored.shape)}, where one number is needed")
+    return float(as_tensor(stored).double())
 
 
 def _trainer_config(file: TensorFile) -> Mapping[str, Any]:
@@ -230,13 +238,15 @@ def _trainer_config(file: TensorFile) -> Mapping[str, Any]:
         return {}
     try:
         config = json.loads(text)
-        assert isinstance(config, dict)
-    except (ValueError, AssertionError) as error:
-        raise WeightsError(f"lora: {file.path}: its config is no JSON object. Export it again.") from error
+    except (TypeError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise WeightsError(f"lora: {file.path}: its config is no JSON object. Export it again.")
+    # Saved with a whole pipeline, its keys begin with the component's name.
+    config = {key.removeprefix("transformer."): value for key, value in config.items()}
     if config.get("use_dora"):
         raise WeightsError(f"lora: {file.path}: DoRA, and only LoRA is read. Export it as LoRA.")
-    # Saved with a whole pipeline, its keys begin with the component's name.
-    return {key.removeprefix("transformer."): value for key, value in config.items()}
+    return config
 
 
 def _bare(layer: str) -> str:

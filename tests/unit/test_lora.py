@@ -340,9 +340,35 @@ def test_what_is_no_lora_is_refused_with_what_it_is(reason, tmp_path):
         read_adapter(tmp_path / "style.safetensors", 1.0)
 
 
-@pytest.mark.parametrize(
-    "config", ["{", "[]", json.dumps({"lora_alpha": "much"}), json.dumps({"use_dora": True})]
+def test_a_layer_that_is_there_twice_is_refused(tmp_path):
+    twice = {"a.lora_down.weight": torch.ones(RANK, 4)}
+    path = write(tmp_path / "style.safetensors", {"a": pair(4, 4)}, more=twice)
+    with pytest.raises(WeightsError, match=r"(?s)no part of a LoRA.*a\.lora_"):
+        read_adapter(path, 1.0)
+
+
+@pytest.mark.parametrize("alpha", [torch.ones(3), torch.tensor(torch.inf), torch.ones(0)])
+def test_an_alpha_that_is_no_finite_number_is_refused(alpha, tmp_path):
+    path = write(tmp_path / "style.safetensors", {"a": pair(4, 4)}, more={"a.alpha": alpha})
+    with pytest.raises(WeightsError, match="alpha of a"):
+        read_adapter(path, 1.0)
+
+
+NONSENSE = (
+    "{",
+    "[]",
+    "[" * 100_000,
+    json.dumps({"lora_alpha": "much"}),
+    json.dumps({"lora_alpha": [1]}),
+    json.dumps({"alpha_pattern": [1]}),
+    json.dumps({"alpha_pattern": {"(": 1}}),
+    json.dumps({"alpha_pattern": {".*": None}}),
+    json.dumps({"transformer.use_dora": True}),
+    '{"lora_alpha": NaN}',
 )
+
+
+@pytest.mark.parametrize("config", NONSENSE, ids=range(len(NONSENSE)))
 def test_a_config_that_says_nothing_sensible_is_refused(config, tmp_path):
     path = write(tmp_path / "style.safetensors", OURS, metadata={"lora_adapter_metadata": config})
     with pytest.raises(WeightsError, match=r"JSON|alpha|DoRA"):
