@@ -77,7 +77,8 @@ def check_lora(recipe: Recipe, found: Findings) -> None:
             "lora: weights=random have nothing to change. Leave lora out, or name a checkpoint."
         )
     for words in recipe.lora:
-        found.note("lora", f"lora={words}: added to the DiT's weights while they are loaded")
+        name = words.rpartition("/")[2]  # notes go into pictures, which are nobody's place for folders
+        found.note("lora", f"lora {name}: added to the DiT's weights while they are loaded")
 
 
 def choose_executor(recipe: Recipe, layout: Layout, found: Findings) -> str:

@@ -436,7 +436,7 @@ def test_a_recipe_without_adapters_has_the_digest_that_it_had_and_one_with_has_a
 def test_the_plan_says_what_is_added(tiny_recipe, tmp_path):
     path = write(tmp_path / "style.safetensors", {"blocks.0.attn.out_proj": pair(64, 64)})
     setup = set_up(load_recipe(tiny_recipe, {"lora": [f"{path}:0.5"]}), strict=True)
-    assert f"lora={path}:0.5: added to the DiT's weights while they are loaded" in setup.notes
+    assert "lora style.safetensors:0.5: added to the DiT's weights while they are loaded" in setup.notes
 
 
 def test_layers_that_are_stored_in_8_bits_are_told_of(checkpoints, tmp_path, caplog):
