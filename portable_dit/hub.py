@@ -26,18 +26,22 @@ DEFAULT_REVISION = "main"
 
 @dataclass(frozen=True)
 class HubRef:
-    """A place on a hub. revision: branch, tag or commit. inside: a folder or file of it, "" = all."""
+    """A place on a hub. revision: branch, tag or commit. inside: a folder or file of it, "" = all.
+
+    key: of the recipe, which asks for it.
+    """
 
     repo: str
     revision: str = DEFAULT_REVISION
     inside: str = ""
+    key: str = "weights"
 
     @classmethod
-    def parse(cls, words: str) -> HubRef:
+    def parse(cls, words: str, key: str = "weights") -> HubRef:
         """From ORG/NAME[@REVISION][:INSIDE], which `models.HUB_ID` has matched."""
         rest, _, inside = words.partition(":")
         repo, _, revision = rest.partition("@")
-        return cls(repo, revision or DEFAULT_REVISION, inside.strip("/"))
+        return cls(repo, revision or DEFAULT_REVISION, inside.strip("/"), key)
 
     def __str__(self) -> str:
         revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
@@ -131,7 +135,7 @@ def fetch_component(words: str, *, configs_only: bool = False) -> Path:
 
 def fetch_adapter(words: str) -> Path:
     """The folder or file of a LoRA adapter, with what its trainer says beside it and nothing else."""
-    ref = HubRef.parse(words)
+    ref = HubRef.parse(words, "lora")
     is_file = ref.inside.endswith(".safetensors")
     folder = ref.inside.rpartition("/")[0] if is_file else ref.inside
 
@@ -169,8 +173,8 @@ def _require_space(ref: HubRef, need: int, library: Any) -> None:
     free = shutil.disk_usage(disk).free
     if free < need - have:
         raise WeightsError(
-            f"weights: {ref}: {need / 2**30:,.1f} GiB to download, {cache} has {free / 2**30:,.1f} GiB free. "
-            "Make room, or set HF_HOME to a larger disk."
+            f"{ref.key}: {ref}: {need / 2**30:,.1f} GiB to download, {cache} has {free / 2**30:,.1f} GiB "
+            "free. Make room, or set HF_HOME to a larger disk."
         )
 
 
@@ -178,34 +182,34 @@ def _require_space(ref: HubRef, need: int, library: Any) -> None:
 def _explained(ref: HubRef, library: Any) -> Iterator[None]:
     """Turns what the library raises into what was asked, the rule, and the way out."""
     errors = library.errors
-    by_hand = f"Or fetch it elsewhere (hf download {ref.repo} --local-dir FOLDER) and say weights: FOLDER."
+    by_hand = f"Or fetch it elsewhere (hf download {ref.repo} --local-dir FOLDER) and say {ref.key}: FOLDER."
     try:
         yield
     except errors.GatedRepoError as error:
         raise WeightsError(
-            f"weights: {ref}: the repository is gated. Accept its licence on its page, then `hf auth login` "
-            "or set HF_TOKEN."
+            f"{ref.key}: {ref}: the repository is gated. Accept its licence on its page, then `hf auth "
+            "login` or set HF_TOKEN."
         ) from error
     except errors.RevisionNotFoundError as error:
         raise WeightsError(
-            f"weights: {ref}: the repository has no revision {ref.revision!r}. Name a branch, tag or commit "
-            f"after the @, or leave it out."
+            f"{ref.key}: {ref}: the repository has no revision {ref.revision!r}. Name a branch, tag or "
+            "commit after the @, or leave it out."
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise WeightsError(
-            f"weights: {ref}: the hub has no such repository, or it is private. Check the name; for a "
+            f"{ref.key}: {ref}: the hub has no such repository, or it is private. Check the name; for a "
             "private one `hf auth login` or set HF_TOKEN."
         ) from error
     except errors.HfHubHTTPError as error:
-        raise WeightsError(f"weights: {ref}: the hub refused ({_first_line(error)}). {by_hand}") from error
+        raise WeightsError(f"{ref.key}: {ref}: the hub refused ({_first_line(error)}). {by_hand}") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HTTPError) as error:
         raise WeightsError(
-            f"weights: {ref}: not whole on this machine, and the hub cannot be reached "
+            f"{ref.key}: {ref}: not whole on this machine, and the hub cannot be reached "
             f"({_first_line(error)}). Connect, and unset HF_HUB_OFFLINE. {by_hand}"
         ) from error
     except OSError as error:
         raise WeightsError(
-            f"weights: {ref}: the download stopped ({error}). Run again to go on where it stopped."
+            f"{ref.key}: {ref}: the download stopped ({error}). Run again to go on where it stopped."
         ) from error
 
 
@@ -220,7 +224,7 @@ def _library(ref: HubRef) -> Any:
         import huggingface_hub.errors
     except ImportError as error:
         raise WeightsError(
-            f"weights: {ref}: a hub needs the package huggingface_hub. Type: pip install huggingface_hub"
+            f"{ref.key}: {ref}: a hub needs the package huggingface_hub. Type: pip install huggingface_hub"
         ) from error
     return huggingface_hub
 

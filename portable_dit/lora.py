@@ -41,7 +41,8 @@ _TEXT_ENCODER = re.compile(r"^(text_encoder|lora_te|te\d?_)")
 # Parts of names by which other kinds of adapters are known.
 OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA", "dora_scale": "DoRA", "hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT",
-    "lora_embedding": "LoRA of an embedding", ".bias": "changes of a bias", ".diff": "whole differences",
+    "lora_embedding": "LoRA of an embedding", "lora_B.bias": "changes of a bias",
+    ".diff": "whole differences",
 }  # fmt: skip
 
 

@@ -167,7 +167,7 @@ def test_an_adapter_on_a_hub_is_fetched_with_its_config_and_nothing_else(hub, tm
     hub.repos["SOMEONE/Style", "main"] = style
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
 
-    def drawn(lora: str, **variables: str) -> bytes:
+    def drawn(lora: str, code: int = 0, **variables: str) -> bytes:
         words = [
             "run",
             "--recipe",
@@ -186,13 +186,15 @@ def test_an_adapter_on_a_hub_is_fetched_with_its_config_and_nothing_else(hub, tm
             env=environment | variables,
             timeout=180,
         )
-        assert done.returncode == 0, done.stderr
-        return Image.open(tmp_path / "out.png").tobytes()
+        assert done.returncode == code, done.stderr
+        return done.stderr.encode() if code else Image.open(tmp_path / "out.png").tobytes()
 
     fetched = drawn("SOMEONE/Style:0.25")
     assert set(hub.downloaded()) == {"adapter_model.safetensors", "adapter_config.json"}
     assert drawn("SOMEONE/Style:0.25", HF_HUB_OFFLINE="1") == fetched == drawn(f"{style}:0.25")
     assert drawn(f"{style}:0.5") != fetched
+    missing = drawn("SOMEONE/Missing", code=2)
+    assert b"lora: SOMEONE/Missing: the hub has no such repository" in missing
 
 
 def test_what_stands_in_the_way_is_said(hub, fetch):
