@@ -33,6 +33,7 @@ PREFIXES = ("base_model.model.", "transformer.", "lora_transformer_", *COMFY_PRE
 COMFY = "comfy"  # what families call that dialect
 FILE_NAMES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # PEFT's and diffusers'
 CONFIG = "adapter_config.json"
+ROWS_AT_ONCE = 4096
 _PART = re.compile(
     r"^(?P<layer>.+)\.(?:(?P<down>lora_A|lora_down|lora\.down)|(?P<up>lora_B|lora_up|lora\.up))"
     r"(?:\.default)?(?:\.weight)?$"
@@ -87,7 +88,10 @@ class Change:
         total = torch.zeros(self.shape, device=device)
         for low, rows in self.parts:
             up, down = (as_tensor(part).to(device).float() for part in (low.up, low.down))
-            total.index_add_(0, rows.to(device), up @ down, alpha=low.scale)
+            places = rows.to(device)
+            for some in range(0, len(rows), ROWS_AT_ONCE):  # so that the product never lies there whole
+                few = slice(some, some + ROWS_AT_ONCE)
+                total.index_add_(0, places[few], up[few] @ down, alpha=low.scale)
         return total
 
 

@@ -274,7 +274,7 @@ class Made:
         if self.change is not None:
             added = self.change.on(self.change_on)
             added = added if self.share is None else self.share.cut(added)
-            tensor = tensor.float() + added.to(tensor.device)
+            tensor = added.to(tensor.device).contiguous().add_(tensor)
         return tensor
 
     def encoded(self, form: Format) -> Encoded | None:

@@ -230,7 +230,8 @@ def test_a_weight_that_is_stored_in_the_format_that_runs_is_encoded_anew(tiny_re
     assert (pictures[0] != pictures[1]).any()
 
 
-def test_a_rank_adds_its_own_share(tmp_path):
+def test_a_rank_adds_its_own_share(tmp_path, monkeypatch):
+    monkeypatch.setattr("portable_dit.lora.ROWS_AT_ONCE", 7)
     rows, columns = 24, 12
     save_file({"a": torch.zeros(rows, columns)}, tmp_path / "model.safetensors")
     down, up = pair(rows, columns)
