@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
@@ -38,18 +39,12 @@ class SizeRules:
     @property
     def largest(self) -> tuple[int, int]:
         """The canvas of the most pixels, and of those the one nearest to a square."""
-        canvases = self.canvases or tuple((width, self._highest(width)) for width in self._widths())
-        legal = (size for size in canvases if size[1] >= self.min_side and self._allows(*size))
-        return max(legal, key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])), default=self.default)
-
-    def _widths(self) -> range:
-        """Sides that are legal each on their own."""
-        return range(-(-self.min_side // self.multiple) * self.multiple, self.max_side + 1, self.multiple)
-
-    def _highest(self, width: int) -> int:
-        """The most that a picture of this width may be high, before the ratio of the sides is judged."""
-        most = min(self.max_pixels // width, self.max_side, int(self.max_ratio * width))
-        return most // self.multiple * self.multiple
+        highest = (size for width in self._widths() for size in self._beside(width, math.inf))
+        return max(
+            self.canvases or highest,
+            key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])),
+            default=self.default,
+        )
 
     def of_ratio(self, area: float, ratio: float) -> tuple[int, int]:
         """The canvas of an area and a ratio, width over height: sides rounded, else the nearest legal one."""
@@ -74,43 +69,60 @@ class SizeRules:
         return width * times, height * times
 
     def nearest(self, width: float, height: float) -> tuple[int, int]:
-        """The legal canvas closest to width x height: in ratio above all, then in area."""
+        """The legal canvas closest to width x height in ratio and in area, of which the ratio counts twice.
+
+        A wish beyond what ratios and areas may be is taken as the last that is still in.
+        """
         if self.canvases:
             return self._of_ratio_among(max(height, 1) / max(width, 1))
         ratio = min(max(max(width, 1) / max(height, 1), 1 / self.max_ratio), self.max_ratio)
         least_area = self.min_side**2 * max(ratio, 1 / ratio)
         area = min(max(max(width, 1) * max(height, 1), least_area), self.max_pixels)
 
-        def distance(size: tuple[int, int]) -> float:
-            return 2 * abs(math.log(size[0] / size[1] / ratio)) + abs(math.log(size[0] * size[1] / area))
+        def distance(across: float, down: float) -> float:
+            return 2 * abs(math.log(across / down / ratio)) + abs(math.log(across * down / area))
 
-        across, down = self._sides_near(math.sqrt(area * ratio)), self._sides_near(math.sqrt(area / ratio))
-        legal = [(w, h) for w in across for h in down if self._allows(w, h)]
-        if legal:
-            return min(legal, key=distance)
-        sides = [min(across), min(down)]
-        while not self._allows(*sides):  # ends with the smallest square at the latest
-            sides[sides.index(max(sides))] -= self.multiple
-        return sides[0], sides[1]
+        return self._least(distance, lambda across: across / ratio)
 
     def closest(self, width: int, height: int) -> tuple[int, int]:
         """The legal canvas whose sides differ least from those that were written down, each by its share."""
         if self.canvases:
             return self.nearest(width, height)
-        multiple, sides = self.multiple, (max(width, 1), max(height, 1))
-        legal = []
-        for across in self._widths():
-            least = max(self.min_side, across / self.max_ratio)
-            most = min(self.max_side, across * self.max_ratio, self.max_pixels / across)
-            for rounded in (math.floor, math.ceil):
-                down = rounded(min(max(sides[1], least), most) / multiple) * multiple
-                if self.min_side <= down <= self.max_side and self._allows(across, down):
-                    legal.append((across, down))
+        width, height = max(width, 1), max(height, 1)
 
-        def difference(size: tuple[int, int]) -> float:
-            return sum(math.log(a / b) ** 2 for a, b in zip(size, sides, strict=True))
+        def distance(across: float, down: float) -> float:
+            return math.log(across / width) ** 2 + math.log(down / height) ** 2
 
-        return min(legal, key=difference, default=self.nearest(width, height))
+        return self._least(distance, lambda across: height)
+
+    def _least(
+        self, distance: Callable[[float, float], float], best_beside: Callable[[float], float]
+    ) -> tuple[int, int]:
+        """The legal canvas, width and height, of the least distance.
+
+        best_beside: the height of the least distance beside a width, legal or not. Away from it on either
+        side the distance must grow.
+        """
+        found = math.inf, self.default
+        for least, width in sorted((distance(w, best_beside(w)), w) for w in self._widths()):
+            if least > found[0]:
+                break  # whatever the height
+            for size in self._beside(width, best_beside(width)):
+                found = min(found, (distance(*size), size))
+        return found[1]
+
+    def _widths(self) -> range:
+        """Sides that are legal each on their own."""
+        return range(-(-self.min_side // self.multiple) * self.multiple, self.max_side + 1, self.multiple)
+
+    def _beside(self, width: int, height: float) -> Iterator[tuple[int, int]]:
+        """The legal canvases of this width just below and above a height, as far as the rules let it be."""
+        least = max(self.min_side, width / self.max_ratio)
+        most = min(self.max_side, width * self.max_ratio, self.max_pixels / width)
+        steps = min(max(height, least), most) / self.multiple
+        for legal in (math.floor(steps) * self.multiple, math.ceil(steps) * self.multiple):
+            if self.min_side <= legal <= self.max_side and self._allows(width, legal):
+                yield width, legal
 
     def _allows(self, width: int, height: int) -> bool:
         """Whether sides that are legal each on their own go together."""
@@ -119,9 +131,3 @@ class SizeRules:
     def _of_ratio_among(self, ratio: float) -> tuple[int, int]:
         """The first canvas whose height over width is nearest."""
         return min(self.canvases, key=lambda size: abs(ratio - size[1] / size[0]))
-
-    def _sides_near(self, side: float) -> tuple[int, ...]:
-        """Legal sides just below and above."""
-        below = math.floor(side / self.multiple)
-        least, most = math.ceil(self.min_side / self.multiple), self.max_side // self.multiple
-        return tuple(min(max(n, least), most) * self.multiple for n in (below - 1, below, below + 1))

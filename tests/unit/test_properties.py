@@ -125,13 +125,6 @@ def test_any_value_that_a_key_takes_is_planned_or_refused(key):
 
 
 @QUICK
-@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
-def test_the_nearest_canvas_is_legal_for_any_size(width, height):
-    rules = mini_spec().sizes
-    assert size_problem(*rules.nearest(width, height), rules) is None
-
-
-@QUICK
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
 def test_any_overrides_make_a_recipe_or_are_refused(overrides):
     try:

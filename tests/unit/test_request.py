@@ -1,19 +1,15 @@
 """Requests: defaults filled in, and every problem told at once with the way out."""
 
 import io
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from portable_dit.errors import RequestError
 from portable_dit.models.h3_image.config import CanvasConfig, H3Config, SchedulerConfig
 from portable_dit.models.h3_image.spec import make_spec
-from portable_dit.models.sizes import SizeRules
 from portable_dit.request import Request, parse_size, size_problem, validate_request
 
 CANVAS = CanvasConfig(
@@ -86,71 +82,6 @@ def test_an_illegal_size_names_the_rule_and_a_legal_neighbour(size, rule, neares
     offered = message.rsplit(" ", 1)[1].rstrip(".")
     assert size_problem(*parse_size(offered), SPEC.sizes) is None
     assert nearest in (None, offered)
-
-
-@given(
-    width=st.integers(-10, 200_000),
-    height=st.integers(-10, 200_000),
-    multiple=st.sampled_from([8, 16, 32]),
-    least=st.integers(1, 400),
-    ratio=st.sampled_from([1.0, 1.5, 2.0, 3.0]),
-)
-def test_the_nearest_size_is_always_legal(width, height, multiple, least, ratio):
-    rules = SizeRules(multiple, least, 2048, 1024 * 1024, ratio, (512, 512))
-    assert size_problem(*rules.nearest(width, height), rules) is None
-    assert size_problem(*rules.closest(width, height), rules) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "closest"),
-    [
-        ((33, 64), (64, 64)),
-        ((64, 33), (64, 64)),
-        ((100, 100), (96, 96)),
-        ((500, 500), (256, 256)),
-        ((65, 129), (64, 128)),
-    ],
-)
-def test_the_size_that_is_offered_differs_least_in_its_sides(asked, closest):
-    rules = SizeRules(32, 64, 512, 256 * 256, 2.0, (96, 64))
-    assert rules.closest(*asked) == closest
-
-
-@given(width=st.integers(1, 900), height=st.integers(1, 900), pixels=st.integers(64 * 64, 512 * 512))
-def test_no_legal_size_is_closer_than_the_one_that_is_offered(width, height, pixels):
-    rules = SizeRules(32, 64, 512, pixels, 2.0, (96, 64))
-    sides = range(64, 513, 32)
-    legal = [(a, b) for a in sides for b in sides if size_problem(a, b, rules) is None]
-
-    def difference(size: tuple[int, int]) -> float:
-        return math.log(size[0] / width) ** 2 + math.log(size[1] / height) ** 2
-
-    assert difference(rules.closest(width, height)) == pytest.approx(min(map(difference, legal)), abs=1e-9)
-
-
-@given(
-    multiple=st.sampled_from([8, 16, 32]),
-    least=st.integers(1, 120),
-    pixels=st.integers(128 * 128, 512 * 512),
-    ratio=st.sampled_from([1.0, 1.5, 3.0]),
-)
-def test_no_legal_size_has_more_pixels_than_the_largest(multiple, least, pixels, ratio):
-    rules = SizeRules(multiple, least, 512, pixels, ratio, (128, 128))
-    sides = range(multiple, 513, multiple)
-    legal = [(a, b) for a in sides for b in sides if size_problem(a, b, rules) is None]
-    assert rules.largest in legal
-    assert math.prod(rules.largest) == max(map(math.prod, legal))
-
-
-def test_rules_that_allow_no_size_have_their_default_as_the_largest():
-    assert SizeRules(32, 600, 512, 512 * 512, 2.0, (512, 512)).largest == (512, 512)
-
-
-@given(width=st.integers(6, 24), height=st.integers(6, 24))
-def test_a_legal_size_is_its_own_nearest(width, height):
-    size = (width * 32, height * 32)
-    if size_problem(*size, SPEC.sizes) is None:
-        assert SPEC.sizes.nearest(*size) == size
 
 
 @pytest.mark.parametrize(
