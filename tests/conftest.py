@@ -6,14 +6,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from PIL import Image
 from plugin_shelf import Shelf
+
+from portable_dit import Engine
 
 # What these compare with, diffusers 0.42.1, needs Python 3.11; the package itself does not.
 collect_ignore_glob = [] if sys.version_info >= (3, 11) else ["parity/*", "integration/test_h3_end_to_end.py"]
@@ -51,8 +55,6 @@ WORDS = (
 
 def make_tiny_checkpoint(folder: Path, *, seed: int = 0, **canvas: int) -> Path:
     """A folder laid out like a real checkpoint: configs, word list, random weights, some in 8 bits."""
-    import torch
-
     from portable_dit.manifest import make_manifest
     from portable_dit.models.h3_image.config import (
         CanvasConfig,
@@ -129,7 +131,6 @@ def _modules(config):
 
 def _save_random(module, path: Path, generator) -> None:
     """Every parameter at random with activations kept near one; large matrices as int8 rows with scales."""
-    import torch
     from safetensors.torch import save_file
 
     state = {}
@@ -163,6 +164,29 @@ def make_checkpoint():
 def tiny_recipe(tiny_checkpoint: Path) -> Path:
     """A recipe file for the tiny checkpoint on the CPU, in float32."""
     return _recipe_for(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_recipe: Path) -> Iterator[Engine]:
+    """An engine with the tiny checkpoint, for the tests of one file."""
+    with Engine.load(tiny_recipe) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def batching(tiny_recipe: Path) -> Iterator[Engine]:
+    """Another one, which draws up to four pictures side by side."""
+    with Engine.load(tiny_recipe, {"batch": 4}) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    """A picture to edit, 96 x 64."""
+    path = tmp_path / "reference.png"
+    down, across = np.mgrid[0:64, 0:96]
+    Image.fromarray(np.stack([down * 3, across * 2, down + across], -1).astype(np.uint8)).save(path)
+    return path
 
 
 @pytest.fixture(scope="session")

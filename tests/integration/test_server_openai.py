@@ -17,7 +17,6 @@ import pytest
 from PIL import Image
 from server_process import RunningServer, running
 
-from portable_dit.engine import Engine
 from portable_dit.request import Request
 
 
@@ -31,12 +30,6 @@ def server(tiny_recipe: Path, tmp_path_factory):
 def client(server: RunningServer):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_recipe: Path):
-    with Engine.load(tiny_recipe) as engine:
-        yield engine
 
 
 def opened(data: bytes) -> np.ndarray:

@@ -16,18 +16,6 @@ FOUR = {"batch": 4}
 REFERENCE = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_recipe):
-    with Engine.load(tiny_recipe) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_recipe):
-    with Engine.load(tiny_recipe, FOUR) as loaded:
-        yield loaded
-
-
 def files(result):
     return [image.data("png") for image in result.images]
 
@@ -49,15 +37,15 @@ def bits_differ(engine, size, count):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("size", [(64, 64), (96, 64), (128, 128)])
-def test_where_a_batch_changes_bits_pictures_are_drawn_one_at_a_time(tiny_recipe, alone, size, threads):
+def test_where_a_batch_changes_bits_pictures_are_drawn_one_at_a_time(tiny_recipe, engine, size, threads):
     """With these weights and two threads, 64x64 and 96x64 are such sizes on the machines that we know."""
     request = Request("a red apple", size=size, images=3)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        with Engine.load(tiny_recipe, FOUR) as engine:
-            differ = bits_differ(engine, size, 3)
-            result, expected = engine.generate(request), alone.generate(request)
+        with Engine.load(tiny_recipe, FOUR) as batching:
+            differ = bits_differ(batching, size, 3)
+            result, expected = batching.generate(request), engine.generate(request)
     finally:
         torch.set_num_threads(before)
     assert files(result) == files(expected)
@@ -67,20 +55,20 @@ def test_where_a_batch_changes_bits_pictures_are_drawn_one_at_a_time(tiny_recipe
     assert any(change.startswith("batch: ") for change in result.changes) == differ
 
 
-def test_another_number_of_threads_is_another_proof(engine, alone):
+def test_another_number_of_threads_is_another_proof(batching, engine):
     """What one thread showed says nothing of two."""
     request = Request("a red apple", size=(64, 64), images=2)
-    assert batches(engine.generate(request)) == [2, 2]
+    assert batches(batching.generate(request)) == [2, 2]
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        differ = bits_differ(engine, (64, 64), 2)
-        result, expected = engine.generate(request), alone.generate(request)
+        differ = bits_differ(batching, (64, 64), 2)
+        result, expected = batching.generate(request), engine.generate(request)
     finally:
         torch.set_num_threads(before)
     assert batches(result) == ([1, 1] if differ else [2, 2])
     assert files(result) == files(expected)
-    assert batches(engine.generate(request)) == [2, 2]
+    assert batches(batching.generate(request)) == [2, 2]
 
 
 FAULTY = """

@@ -6,10 +6,8 @@ import gc
 import weakref
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from apart_device import PLUGIN
-from PIL import Image
 
 from portable_dit import Engine, Request
 from portable_dit.catalog import load_recipe
@@ -28,26 +26,6 @@ from portable_dit.setup import set_up
 FOUR = {"batch": 4}
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_recipe):
-    with Engine.load(tiny_recipe) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_recipe):
-    with Engine.load(tiny_recipe, FOUR) as loaded:
-        yield loaded
-
-
-@pytest.fixture
-def references(tmp_path):
-    path = tmp_path / "reference.png"
-    down, across = np.mgrid[0:64, 0:96]
-    Image.fromarray(np.stack([down * 3, across * 2, down + across], -1).astype(np.uint8)).save(path)
-    return (path,)
-
-
 def files(result):
     return [image.data("png") for image in result.images]
 
@@ -57,53 +35,53 @@ def batches(result):
 
 
 def test_images_of_one_request_share_batches_and_their_files_are_those_of_one_at_a_time(
-    engine, alone, references
+    batching, engine, reference
 ):
-    for wish in ({}, {"size": (64, 64)}, {"size": (128, 96)}, {"references": references}):
+    for wish in ({}, {"size": (64, 64)}, {"size": (128, 96)}, {"references": (reference,)}):
         request = Request("a red apple", seed=7, images=6, **wish)
-        together, apart = engine.generate(request), alone.generate(request)
+        together, apart = batching.generate(request), engine.generate(request)
         assert batches(together) == [4, 4, 4, 4, 2, 2]
         assert batches(apart) == [1] * 6
         assert files(together) == files(apart)
         assert [image.seed for image in together.images] == list(range(7, 13))
 
 
-def test_requests_share_a_batch_whose_prompts_take_as_many_rows(engine, alone):
+def test_requests_share_a_batch_whose_prompts_take_as_many_rows(batching, engine):
     """Three words, three words and five, the last of which stays by itself."""
     requests = [Request(words, seed=3) for words in ("a red apple", "make it blue", "a red apple on green")]
-    results = engine.generate_all(requests)
+    results = batching.generate_all(requests)
     assert [batches(result) for result in results] == [[2], [2], [1]]
-    assert [files(result) for result in results] == [files(alone.generate(one)) for one in requests]
+    assert [files(result) for result in results] == [files(engine.generate(one)) for one in requests]
 
 
-def test_the_same_request_twice_side_by_side_is_the_same_picture_twice(engine, alone):
-    first, second = engine.generate_all(["a red apple", "a red apple"])
+def test_the_same_request_twice_side_by_side_is_the_same_picture_twice(batching, engine):
+    first, second = batching.generate_all(["a red apple", "a red apple"])
     assert batches(first) == [2]
-    assert files(first) == files(second) == files(alone.generate("a red apple"))
+    assert files(first) == files(second) == files(engine.generate("a red apple"))
 
 
-def test_only_requests_of_one_shape_share_a_batch(engine, alone, references):
+def test_only_requests_of_one_shape_share_a_batch(batching, engine, reference):
     requests = [
         Request("a red apple", size=(96, 64)),
         Request("a red apple", size=(64, 96)),
-        Request("a red apple", size=(96, 64), references=references),
-        Request("a red apple", size=(96, 64), references=references * 2),
+        Request("a red apple", size=(96, 64), references=(reference,)),
+        Request("a red apple", size=(96, 64), references=(reference,) * 2),
         Request("a red apple", size=(64, 96), seed=1, images=2),
     ]
-    results = engine.generate_all(requests)
+    results = batching.generate_all(requests)
     assert [batches(result) for result in results] == [[1], [3], [1], [1], [3, 3]]
-    assert [files(result) for result in results] == [files(alone.generate(one)) for one in requests]
+    assert [files(result) for result in results] == [files(engine.generate(one)) for one in requests]
 
 
-def test_what_is_wrong_with_one_request_is_its_own(engine, alone):
+def test_what_is_wrong_with_one_request_is_its_own(batching, engine):
     fine = Request("a red apple", seed=4)
     told = []
-    outcomes = engine.generate_all(
+    outcomes = batching.generate_all(
         [Request("a red apple", size=(1, 1)), fine, Request("a " * 190), fine],
         on_event=lambda place, event: told.append((place, type(event))),
     )
     assert [type(outcomes[place]) for place in (0, 2)] == [RequestError, RequestError]
-    assert files(outcomes[1]) == files(outcomes[3]) == files(alone.generate(fine))
+    assert files(outcomes[1]) == files(outcomes[3]) == files(engine.generate(fine))
     assert batches(outcomes[1]) == [2]
     assert {place for place, _ in told} == {1, 3}, "a request that breaks a rule is never queued"
     assert [kind for place, kind in told if place == 1] == [
@@ -111,36 +89,36 @@ def test_what_is_wrong_with_one_request_is_its_own(engine, alone):
         *[Stepped] * 6,
         *(Decoded, Drawn, Finished),
     ]
-    assert engine.generate_all([]) == ()
+    assert batching.generate_all([]) == ()
 
 
-def test_a_file_that_cannot_be_made_is_the_error_of_its_request(engine, alone):
+def test_a_file_that_cannot_be_made_is_the_error_of_its_request(batching, engine):
     """As a JPEG whose record is too long for one."""
-    right = engine.setup.resolve(Request("a red apple", seed=2, format="png"))
-    wrong, result = engine.generate_all([replace(right, format="tiff", images=2), right])
+    right = batching.setup.resolve(Request("a red apple", seed=2, format="png"))
+    wrong, result = batching.generate_all([replace(right, format="tiff", images=2), right])
     assert isinstance(wrong, OutputError)
-    assert files(result) == files(alone.generate(right))
+    assert files(result) == files(engine.generate(right))
     assert batches(result) == [3]
 
 
-def test_a_request_ends_as_soon_as_its_own_pictures_are_there(engine):
+def test_a_request_ends_as_soon_as_its_own_pictures_are_there(batching):
     """A batch of one size is drawn before the next, and nobody waits for the others' to be told."""
     order = []
-    engine.generate_all(
+    batching.generate_all(
         [Request("a red apple"), Request("a red apple", size=(64, 64))],
         on_event=lambda place, event: order.append((place, type(event))),
     )
     assert order.index((0, Finished)) < order.index((1, Stepped))
 
 
-def test_events_name_the_image_and_previews_go_to_those_who_want_them(engine):
+def test_events_name_the_image_and_previews_go_to_those_who_want_them(batching):
     steps = []
 
     def heard(place, event):
         if isinstance(event, Stepped):
             steps.append((event.step, place, event.image, event.preview is not None))
 
-    engine.generate_all(
+    batching.generate_all(
         [Request("a red apple", images=2), Request("a red apple", seed=9)],
         on_event=heard,
         previews=[True, False],
@@ -153,8 +131,8 @@ def test_events_name_the_image_and_previews_go_to_those_who_want_them(engine):
     assert steps == expected
 
 
-def test_the_time_of_a_batch_counts_once_for_a_request_and_is_each_pictures(engine):
-    result = engine.generate(Request("a red apple", images=4))
+def test_the_time_of_a_batch_counts_once_for_a_request_and_is_each_pictures(batching):
+    result = batching.generate(Request("a red apple", images=4))
     times = {image.seconds["denoise"] for image in result.images}
     assert len(times) == 1
     assert result.seconds["denoise"] == times.pop()
@@ -162,14 +140,14 @@ def test_the_time_of_a_batch_counts_once_for_a_request_and_is_each_pictures(engi
     assert result.seconds["vae_decode"] == sum(image.seconds["vae_decode"] for image in result.images)
 
 
-def test_who_is_cancelled_leaves_at_the_next_step_and_the_others_stay_what_they_are(engine, alone):
+def test_who_is_cancelled_leaves_at_the_next_step_and_the_others_stay_what_they_are(batching, engine):
     requests = [Request("a red apple", seed=seed, images=1 + (seed == 2)) for seed in (1, 2, 3)]
     seen = dict.fromkeys(range(3), 0)
 
     def heard(place, event):
         seen[place] += isinstance(event, Stepped)
 
-    outcomes = engine.generate_all(
+    outcomes = batching.generate_all(
         requests, on_event=heard, cancelled=lambda place: place == 1 and seen[1] >= 4
     )
     assert isinstance(outcomes[1], CancelledError)
@@ -177,11 +155,11 @@ def test_who_is_cancelled_leaves_at_the_next_step_and_the_others_stay_what_they_
     assert seen[1] < 12
     assert (seen[0], seen[2]) == (6, 6)
     assert [files(outcomes[place]) for place in (0, 2)] == [
-        files(alone.generate(requests[place])) for place in (0, 2)
+        files(engine.generate(requests[place])) for place in (0, 2)
     ]
 
 
-def test_when_all_are_cancelled_the_device_is_free_at_the_next_step(engine):
+def test_when_all_are_cancelled_the_device_is_free_at_the_next_step(batching):
     steps = []
 
     def heard(place, event):
@@ -189,24 +167,24 @@ def test_when_all_are_cancelled_the_device_is_free_at_the_next_step(engine):
             steps.append(event.step)
 
     wanted = [Request("a red apple", seed=seed) for seed in range(4)]
-    outcomes = engine.generate_all(wanted, on_event=heard, cancelled=lambda place: 2 in steps)
+    outcomes = batching.generate_all(wanted, on_event=heard, cancelled=lambda place: 2 in steps)
     assert all(isinstance(outcome, CancelledError) for outcome in outcomes)
     assert max(steps) <= 4  # what the caller says reaches the drawing thread at once, but not before
 
 
-def test_an_error_of_whoever_is_told_stops_all(engine, alone):
+def test_an_error_of_whoever_is_told_stops_all(batching, engine):
     def heard(place, event):
         if isinstance(event, Stepped) and place == 1:
             raise OSError("no room for this event")
 
     with pytest.raises(OSError, match="no room"):
-        engine.generate_all(["a red apple", "a red apple"], on_event=heard)
-    assert files(engine.generate("a red apple")) == files(alone.generate("a red apple"))
+        batching.generate_all(["a red apple", "a red apple"], on_event=heard)
+    assert files(batching.generate("a red apple")) == files(engine.generate("a red apple"))
 
 
-def test_notes_of_a_batch_are_not_in_the_file(engine, alone):
+def test_notes_of_a_batch_are_not_in_the_file(batching, engine):
     """Which holds nothing that differs between equal pictures."""
-    with Engine.load(alone.setup.recipe.model_copy(update={"batch": 4, "precision": "bfloat16"})) as other:
+    with Engine.load(engine.setup.recipe.model_copy(update={"batch": 4, "precision": "bfloat16"})) as other:
         result = other.generate(Request("a red apple", images=2))
         assert "batch:" in result.notes[-1]
         assert not any("batch" in note for note in result.images[0].record["notes"])
@@ -247,14 +225,14 @@ def test_a_mixture_of_experts_is_not_drawn_in_batches(tmp_path):
     ids=["layerwise", "component", "captured", "captured_again_and_again", "not_captured"],
 )
 def test_a_batch_is_what_its_pictures_are_where_weights_visit_and_calls_are_captured(
-    tiny_recipe, shelf, references, device, keys
+    tiny_recipe, shelf, reference, device, keys
 ):
     shelf.install(
         "apart", f"from portable_dit.capabilities import GraphLimits\n{PLUGIN.format(arguments=device)}"
     )
     requests = [
-        Request("make it red", seed=3, images=2, references=references),
-        Request("a red apple", seed=1, references=references),
+        Request("make it red", seed=3, images=2, references=(reference,)),
+        Request("a red apple", seed=1, references=(reference,)),
         Request("a red apple", seed=1, size=(64, 64)),
     ]
     with Engine.load(tiny_recipe, {"device.backend": "apart", **keys}) as alone:

@@ -336,12 +336,6 @@ def test_a_transparent_grey_of_16_bits_is_laid_over_white(tmp_path):
 # Python
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_recipe):
-    with Engine.load(tiny_recipe) as engine:
-        yield engine
-
-
 def test_numbers_of_numpy_are_numbers(engine):
     odd = engine.generate(
         Request(
