@@ -186,7 +186,7 @@ class Drawing:
             "precision": dict(plan.dtype),
             "quantization": dict(plan.formats),
             "kernels": {name: dict(plan.choices(name)) for name in COMPONENTS},
-            "notes": [*self._recorded_notes(), *self._uncaptured(in_file=True)],
+            "notes": [*self.setup.lasting_notes, *self._request_notes(), *self._uncaptured(in_file=True)],
         }
 
     def _result(self) -> Result:
@@ -199,7 +199,8 @@ class Drawing:
             device=plan.device,
             kernels=plan.kernels,
             notes=(
-                *self._recorded_notes(),
+                *self.setup.notes,
+                *self._request_notes(),
                 *self._at_once(),
                 *self._uncaptured(),
                 *dict.fromkeys((*self.notes, *self.changes)),
@@ -213,14 +214,13 @@ class Drawing:
             ),
         )
 
-    def _recorded_notes(self) -> tuple[str, ...]:
+    def _request_notes(self) -> tuple[str, ...]:
         request = self.request
         drawn = request.width, request.height
         resized = "size {}x{}: drawn at {}x{} and made smaller, as this model is meant to".format(
             *request.output_size, *drawn
         )
-        own = request.notes if request.output_size == drawn else (resized, *request.notes)
-        return (*self.setup.notes, *own)
+        return request.notes if request.output_size == drawn else (resized, *request.notes)
 
     def _at_once(self) -> tuple[str, ...]:
         """What is taken fewer at a time to fit than at the default size, by the plan of this request.

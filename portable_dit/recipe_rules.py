@@ -17,6 +17,8 @@ from portable_dit.recipe import Recipe
 from portable_dit.request import size_problem
 
 GIB = 2**30
+# Codes of the notes on how a plan fits what memory is free just now. No bit of a picture depends on that.
+FREE_MEMORY = ("device_memory", "resident_blocks", "batch", "tiles")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from portable_dit.models.spec import Family, ModelSpec
 from portable_dit.plan import Plan, make_plan
 from portable_dit.plugins import select_backend
 from portable_dit.recipe import Recipe
+from portable_dit.recipe_rules import FREE_MEMORY
 from portable_dit.request import Request, ResolvedRequest, validate_request
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ class Setup:
     def notes(self) -> tuple[str, ...]:
         """Everything a person may want to know of how the recipe is met; `changes` are among them."""
         return (*(note.text for note in self.plan.notes if not note.changed), *self.changes)
+
+    @property
+    def lasting_notes(self) -> tuple[str, ...]:
+        """Those of the notes that are the same at every start."""
+        passing = {note.text for note in self.plan.notes if note.code in FREE_MEMORY}
+        return tuple(note for note in self.notes if note not in passing)
 
     @property
     def changes(self) -> tuple[str, ...]:

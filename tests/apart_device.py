@@ -63,6 +63,7 @@ class ApartBackend(CpuBackend):
 
     id = "apart"
     api_version = API_VERSION
+    unused_bytes = 1 << 40  # of its memory, by other processes
 
     def __init__(
         self,
@@ -90,6 +91,9 @@ class ApartBackend(CpuBackend):
 
     def capabilities(self, device: Device) -> Capabilities:
         return replace(super().capabilities(device), host_shares_memory=False, graphs=self.graphs)
+
+    def memory(self, device: Device) -> tuple[int, int]:
+        return min(self.unused_bytes, device.total_bytes), device.total_bytes
 
     def compute_lane(self, device: Device) -> Lane:
         return self.lanes[0]

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from apart_device import PLUGIN
+from apart_device import PLUGIN, ApartBackend
 from PIL import Image
 
 from portable_dit import Engine, Request
@@ -43,6 +43,20 @@ def test_the_same_seed_is_the_same_file_byte_for_byte(engine):
     request = Request("a red apple", seed=3)
     first, second = (engine.generate(request).images[0].data("png") for _ in range(2))
     assert first == second
+
+
+def test_the_file_is_the_same_whatever_else_is_in_use_on_the_device(tiny_recipe, shelf, monkeypatch):
+    shelf.install("apart", PLUGIN.format(arguments=""))
+    keys = {"device.backend": "apart", "offload.dit": "layerwise", "batch": 64, "device.memory_gib": 1.0}
+    files, told = set(), set()
+    for unused in (1 << 40, 900 << 20, 600 << 20, 310 << 20):
+        monkeypatch.setattr(ApartBackend, "unused_bytes", unused)
+        with Engine.load(tiny_recipe, keys) as engine:
+            result = engine.generate("a red apple")
+        files.add(result.images[0].data("png"))
+        told.add(result.notes)
+    assert len(told) == 4
+    assert len(files) == 1
 
 
 def test_prompt_and_seed_each_change_the_picture(engine):
