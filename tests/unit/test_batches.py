@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from apart_device import PLUGIN
+from steps_drawn import steps_drawn
 
 from portable_dit import Engine, Request
 from portable_dit.catalog import load_recipe
@@ -142,34 +143,31 @@ def test_the_time_of_a_batch_counts_once_for_a_request_and_is_each_pictures(batc
 
 def test_who_is_cancelled_leaves_at_the_next_step_and_the_others_stay_what_they_are(batching, engine):
     requests = [Request("a red apple", seed=seed, images=1 + (seed == 2)) for seed in (1, 2, 3)]
-    seen = dict.fromkeys(range(3), 0)
+    batching.generate_all(requests)  # from here on it is known what may be side by side
+    heard = dict.fromkeys(range(3), 0)
 
-    def heard(place, event):
-        seen[place] += isinstance(event, Stepped)
+    def hear(place, event):
+        heard[place] += isinstance(event, Stepped)
 
-    outcomes = batching.generate_all(
-        requests, on_event=heard, cancelled=lambda place: place == 1 and seen[1] >= 4
-    )
+    with steps_drawn(batching) as drawn:
+        outcomes = batching.generate_all(
+            requests, on_event=hear, cancelled=lambda place: place == 1 and len(drawn) >= 2 * 4
+        )
     assert isinstance(outcomes[1], CancelledError)
-    assert "after" in str(outcomes[1])
-    assert seen[1] < 12
-    assert (seen[0], seen[2]) == (6, 6)
+    assert "after 2 of 6 steps" in str(outcomes[1])
+    assert heard == {0: 6, 1: 2 * 2, 2: 6}
     assert [files(outcomes[place]) for place in (0, 2)] == [
         files(engine.generate(requests[place])) for place in (0, 2)
     ]
 
 
 def test_when_all_are_cancelled_the_device_is_free_at_the_next_step(batching):
-    steps = []
-
-    def heard(place, event):
-        if isinstance(event, Stepped):
-            steps.append(event.step)
-
     wanted = [Request("a red apple", seed=seed) for seed in range(4)]
-    outcomes = batching.generate_all(wanted, on_event=heard, cancelled=lambda place: 2 in steps)
-    assert all(isinstance(outcome, CancelledError) for outcome in outcomes)
-    assert max(steps) <= 4  # what the caller says reaches the drawing thread at once, but not before
+    batching.generate_all(wanted)
+    with steps_drawn(batching) as drawn:
+        outcomes = batching.generate_all(wanted, cancelled=lambda place: len(drawn) >= 2 * 4)
+    assert ["after 2 of 6 steps" in str(outcome) for outcome in outcomes] == [True] * 4
+    assert len(drawn) == 2 * 4
 
 
 def test_an_error_of_whoever_is_told_stops_all(batching, engine):
