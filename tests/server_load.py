@@ -123,7 +123,7 @@ def load(
         thread.start()
     for thread in threads:
         thread.join()
-    eventually(lambda: idle(server), "nothing waits and nothing is drawn any more", 60)
+    eventually(lambda: idle(server), "nothing waits and nothing is drawn any more")
     outcomes.memory.append(sample(server))
     outcomes.seconds = time.monotonic() - begin
     return outcomes

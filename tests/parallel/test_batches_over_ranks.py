@@ -234,7 +234,7 @@ class Same:
 
 def test_guidance_branches_of_which_one_has_too_few_rows_to_compare_refuse_together():
     """Their prompts take other numbers of rows, so one rank may object to what the other would compare."""
-    enough, said, meet = LEAST_VALUES[torch.bfloat16] // MOST_DRAWINGS, [True, True], Barrier(2, timeout=5)
+    enough, said, meet = LEAST_VALUES[torch.bfloat16] // MOST_DRAWINGS, [True, True], Barrier(2, timeout=60)
 
     def objection(rank: int) -> str | None:
         batches = Batches(Agreeing(rank, said, meet))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -77,9 +76,7 @@ def test_one_replica_that_dies_does_not_take_the_other_along(tiny_recipe, alone)
 
 def torchrun(*words: object, processes: int) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [TORCHRUN, "--nproc-per-node", processes, "--master-addr", "127.0.0.1", "--master-port", port]
+    command = [TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", processes]
     command += ["-m", "portable_dit", "run", "--prompt", "a red apple"]
     command += ["--distributed-executor-backend", "torchrun", *words]
     return subprocess.run(

@@ -24,7 +24,7 @@ from portable_dit.errors import CancelledError, PictureError, RankError, Request
 from portable_dit.result import Finished, Stepped
 
 TWO = {"layout.ulysses": 2, "layout.vae_tiles": 2}
-PATIENCE = 30  # seconds that any of this may take on a busy machine
+PATIENCE = 120  # seconds that any of this may take on a busy machine
 # A device whose rank 1 does what a file says, once, in the third step.
 FAULTY = """
 import os, signal, time

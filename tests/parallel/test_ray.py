@@ -159,13 +159,14 @@ def test_the_server_draws_on_replicas_on_the_hosts(told, alone):
 PROGRAM = """
 import base64, io, os, sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np, psutil, ray
 from PIL import Image
 from server_process import eventually, running
 
-from portable_dit import Engine
+from portable_dit import Engine, Request
 from portable_dit.errors import RankError
 from portable_dit.result import Stepped
 
@@ -176,12 +177,15 @@ seen = {"nodes": len(ray.nodes())}
 with Engine.load(recipe, {"layout.ulysses": 2, "executor": "ray"}) as engine:
     seen["before"] = engine.generate("a red apple").images[0].pixels
 
+    rank = engine.reports[1].process
+
     def kill(event):
         if isinstance(event, Stepped) and event.step == 2:
-            psutil.Process(engine.reports[1].process).kill()
+            with suppress(psutil.NoSuchProcess):  # more is told of what it drew
+                psutil.Process(rank).kill()
 
     try:
-        engine.generate("a red apple", on_event=kill)
+        engine.generate(Request("a red apple", images=100), on_event=kill)  # ranks are ahead of what is told
     except RankError as error:
         seen["error"] = str(error)
     seen["after"] = engine.generate("a red apple").images[0].pixels
@@ -197,7 +201,7 @@ with running(recipe, folder / "jobs.sqlite3", *words) as server:
 
     with ThreadPoolExecutor(2) as clients:
         seen["served"] = np.stack(list(clients.map(served, range(2))))
-    eventually(lambda: not ray.available_resources().get("CPU"), "both processors have a replica", 30)
+    eventually(lambda: not ray.available_resources().get("CPU"), "both processors have a replica")
     server.stop()
 np.savez(folder / "seen.npz", **seen)
 ray.shutdown()

@@ -165,7 +165,7 @@ def test_ranks_that_exchange_inside_their_blocks_capture_together_or_not_at_all(
     """One of the two has less memory. Blocks run a different number of times in a capture than in an eager
     call, so a rank that captured alone would wait for the other for ever.
     """
-    meet, said = Barrier(2, timeout=20), [True, True]
+    meet, said = Barrier(2, timeout=60), [True, True]
 
     def agreement(rank: int):
         def agree(yes: bool) -> bool:

@@ -163,7 +163,7 @@ def test_taking_can_be_cancelled_without_losing_a_ticket():
         queue.put(one)
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
-        assert await asyncio.wait_for(queue.take(), 5) is one
+        assert await asyncio.wait_for(queue.take(), 60) is one
 
     asyncio.run(work())
 
@@ -183,22 +183,25 @@ def test_what_was_accepted_before_a_restart_is_accepted_whatever_the_queue_holds
 
 def test_every_watcher_of_a_ticket_sees_its_end_however_slow():
     async def work() -> None:
-        one = ticket()
+        one, at_once, later = ticket(), asyncio.Event(), asyncio.Event()
+        at_once.set()
 
-        async def watch(pause: float) -> list[str]:
+        async def watch(ready: asyncio.Event) -> list[str]:
             seen = []
             async for _ in one.changes():
                 seen.append(one.status)
-                await asyncio.sleep(pause)
+                await asyncio.sleep(0)
+                await ready.wait()
             return seen
 
-        watchers = [asyncio.ensure_future(watch(pause)) for pause in (0.0, 0.05)]
+        watchers = [asyncio.ensure_future(watch(ready)) for ready in (at_once, later)]
         await asyncio.sleep(0)
         one.start()
         for step in range(1, 40):
             one.step(Stepped(one.id, 0, step, 40, b"preview"))
             await asyncio.sleep(0)
         one.finish(Summary({}, None, (), ()))
+        later.set()
         fast, slow = await asyncio.gather(*watchers)
         assert fast[-1] == slow[-1] == "finished"
         assert len(slow) < len(fast)
