@@ -85,7 +85,7 @@ def test_a_plot_is_whole_svg_with_a_line_for_each_series():
 
 def test_a_plot_of_nothing_drawn_is_still_a_plot():
     report = ServerReport("http://a", "m", "d", 1, "s", (make_point(1, [], 1, 1.0, 1, None, None),), None, ())
-    ElementTree.fromstring(plot(report))
+    assert ElementTree.fromstring(plot(report)).tag.endswith("svg")
 
 
 def test_energy_is_read_from_the_packages_alone(tmp_path):
