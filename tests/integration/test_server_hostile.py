@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import socket
-import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from PIL import Image
+from png_files import chunk, png_file
 from server_process import Answer, RunningServer, eventually, running
 
 KEY = "a-key-that-nobody-guesses"
@@ -35,23 +35,11 @@ def server(tiny_recipe: Path, tmp_path_factory) -> Iterator[RunningServer]:
         assert server.get("/server_info").json["workers"][0]["starts"] == 1, "and with the same worker"
 
 
-def png(width: int, height: int, *, pixels: bytes | None = None) -> bytes:
-    """A PNG that says a size, with whatever for its pixels."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = zlib.compress(b"\0" * 1000) if pixels is None else pixels
-    parts = [b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), chunk(b"IDAT", data), chunk(b"IEND", b"")]
-    return b"".join(parts)
-
-
 def bomb() -> bytes:
     """8192 x 8192 pixels in a few kilobytes: as many as one reference may have, twice too many for three."""
     row = zlib.compressobj(9)
     packed = b"".join(row.compress(b"\0" * (1 + 8192 * 3)) for _ in range(8192)) + row.flush()
-    return png(8192, 8192, pixels=packed)
+    return png_file(8192, 8192, packed)
 
 
 def data_url(data: bytes) -> str:
@@ -86,9 +74,8 @@ def many_scans() -> bytes:
 def long_text() -> bytes:
     """A PNG of 64x64 whose comment unpacks to 200 MB."""
     body = b"Comment\0\0" + zlib.compress(b"\0" * 200_000_000)
-    chunk = struct.pack(">I", len(body)) + b"zTXt" + body + struct.pack(">I", zlib.crc32(b"zTXt" + body))
     whole = small()
-    return whole[:33] + chunk + whole[33:]  # behind the header
+    return whole[:33] + chunk(b"zTXt", body) + whole[33:]  # behind the header
 
 
 def small() -> bytes:
@@ -185,10 +172,10 @@ def test_a_body_of_another_kind_is_refused(server):
 
 
 REFERENCES = {
-    "a picture of 10,000 x 10,000 pixels": png(10_000, 10_000),
-    "a picture of 2**31 pixels a side": png(2**31 - 1, 2**31 - 1),
-    "a picture that is too long": png(60_000, 1),
-    "a picture of no size": png(0, 0),
+    "a picture of 10,000 x 10,000 pixels": png_file(10_000, 10_000),
+    "a picture of 2**31 pixels a side": png_file(2**31 - 1, 2**31 - 1),
+    "a picture that is too long": png_file(60_000, 1),
+    "a picture of no size": png_file(0, 0),
     "a picture cut short": small()[:60],
     "a picture with wrong bytes": small()[:40] + b"\xff" * 40,
     "a JPEG of thousands of scans": many_scans(),

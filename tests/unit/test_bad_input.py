@@ -8,15 +8,14 @@ import io
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from png_files import png_file
 from safetensors.numpy import load_file, save_file
 
 import portable_dit
@@ -42,15 +41,6 @@ def refuse(cli, tiny_recipe, tmp_path):
         return result.stderr
 
     return call
-
-
-def png_header(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    empty = chunk(b"IDAT", zlib.compress(b""))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + empty + chunk(b"IEND", b"")
 
 
 # Recipes
@@ -184,7 +174,7 @@ def test_a_truncated_reference(refuse, tmp_path):
 
 def test_a_reference_of_30000_pixels_a_side_is_refused_by_its_header(refuse, tmp_path):
     for size in ((30_000, 30_000), (30_000, 300)):
-        (tmp_path / "huge.png").write_bytes(png_header(*size))
+        (tmp_path / "huge.png").write_bytes(png_file(*size))
         refuse("--image", tmp_path / "huge.png", words=("huge.png", "no side over 16,384", "Scale it down"))
 
 

@@ -1,7 +1,6 @@
 """The recipes of HunyuanImage-3.0: each fits its machine, and its bytes agree with what is published."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import recipe_machines
@@ -11,7 +10,6 @@ from portable_dit.models.spec import Workload
 from portable_dit.recipe import load_recipe, named_recipes
 from portable_dit.scaling import legal_layouts
 
-ROOT = Path(__file__).parents[2]
 NAMES = [name for name in named_recipes() if name.startswith("nvidia/") and "/hunyuan-image-3-" in name]
 SPEC = read_spec("hunyuan-image-3", "random")
 SQUARE = Workload(1024, 1024, 256)
@@ -45,14 +43,8 @@ def test_it_fits_its_machine_at_every_canvas_and_with_a_long_system_prompt(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_measured_figures_name_their_page_and_what_others_say_has_its_source(name):
+def test_it_has_the_guidance_of_its_family_and_as_many_devices_as_its_name_says(name):
     recipe = load_recipe(name)
-    if recipe.measured:
-        page = ROOT / str(recipe.measured["where"]).rpartition("; ")[2]
-        assert page.is_file(), page
-        for figure, values in recipe.measured.items():
-            assert figure == "where" or str(values["seconds"]) in page.read_text(), figure
-    assert not recipe.reference or recipe.reference["source"]
     assert recipe.device.count == int(name.partition("-image-3-")[2][0])
     assert recipe.sampling.guidance_scale == 5.0
 

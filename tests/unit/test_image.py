@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
+from png_files import png_file
 
 from portable_dit.errors import ImageError, OutputError
 from portable_dit.image import (
@@ -33,17 +34,6 @@ RECORD = {
 def picture(height: int = 24, width: int = 32) -> np.ndarray:
     down, across = np.mgrid[0:height, 0:width]
     return np.stack([down * 7 % 256, across * 5 % 256, (down + across) % 256], -1).astype(np.uint8)
-
-
-def png_with_header(width: int, height: int) -> bytes:
-    """A PNG whose header claims that size and which holds no pixels at all."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    empty = chunk(b"IDAT", zlib.compress(b""))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + empty + chunk(b"IEND", b"")
 
 
 def saved(image: Image.Image, kind: str, **options) -> bytes:
@@ -203,7 +193,7 @@ def test_usual_formats_are_read(kind):
 )
 def test_huge_images_are_refused_by_their_header_without_decoding(size):
     with pytest.raises(ImageError, match=r"at most 67,108,864 pixels \(8192x8192\) and no side over 16,384"):
-        read_image(png_with_header(*size))
+        read_image(png_file(*size))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"])
@@ -258,13 +248,8 @@ def test_sixteen_bit_grey_keeps_its_range_with_a_note():
 
 
 def test_sixteen_bit_colour_is_read_with_a_note():
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
     row = b"\0" + struct.pack(">HHH", 65_535, 32_896, 0)
-    header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
-    parts = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(row)), chunk(b"IEND", b"")]
-    read = read_image(b"\x89PNG\r\n\x1a\n" + b"".join(parts), name="deep")
+    read = read_image(png_file(1, 1, zlib.compress(row), depth=16), name="deep")
     assert read.pixels.tolist() == [[[255, 128, 0]]]
     assert "16 bits" in read.notes[0]
 

@@ -178,6 +178,18 @@ def test_packaged_recipes_load_and_obey_the_schema():
         jsonschema.validate(yaml.safe_load(path.read_text()), schema)
 
 
+def test_measured_figures_name_their_page_and_what_others_say_has_its_source():
+    recipes = {name: load_recipe(path) for name, path in named_recipes().items()}
+    measured = {name: recipe.measured for name, recipe in recipes.items() if recipe.measured}
+    assert measured
+    for name, figures in measured.items():
+        page = ROOT / str(figures["where"]).rpartition("; ")[2]
+        assert page.is_file(), name
+        for figure, values in figures.items():
+            assert figure == "where" or str(values["seconds"]) in page.read_text(), (name, figure)
+    assert all(recipe.reference["source"] for recipe in recipes.values() if recipe.reference)
+
+
 def test_the_schema_in_the_repository_is_current():
     checked_in = json.loads((ROOT / "recipes" / "schema.json").read_text())
     assert checked_in == recipe_schema(), "write it anew: portable-dit recipes schema > recipes/schema.json"
