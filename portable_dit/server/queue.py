@@ -73,14 +73,15 @@ class FairQueue:
 
     def take_beside(self, first: Ticket, pictures: int) -> list[Ticket]:
         """Those whose turn is next, as long as they have the shape of `first` and make up so many pictures
-        with it at most. Nobody is overtaken.
+        with it at most. Nobody is overtaken, and who has lost a worker has no mates.
         """
-        found, left = [], pictures - first.request.images
-        while self._heap:
+        found: list[Ticket] = []
+        left = pictures - first.request.images
+        while self._heap and not first.lost:
             turn = self._heap[0]
             start, _, ticket = turn
             if ticket.status == "queued":
-                if ticket.request.shape != first.request.shape or ticket.request.images > left:
+                if ticket.lost or ticket.request.shape != first.request.shape or ticket.request.images > left:
                     break
                 found.append(ticket)
                 self._taken.append(turn)

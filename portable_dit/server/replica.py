@@ -2,6 +2,7 @@
 
 A worker that dies, hangs or stops answering takes with it what it draws, with a 503 that says so, and
 nothing else: what it had not begun gets its turn back, and the queue waits until the next worker has loaded.
+There it is alone until it has begun, so that who kills the next worker too is known, and has killed its last.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ PING_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # without an answer it is not ready
 DEAD_SECONDS = 30.0  # without an answer it is ended
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 30.0
+MOST_LOST = 2  # workers before a request has begun: the first may be another's fault, the next it has alone
 STABLE_SECONDS = 60.0  # a worker that lived so long is started again without a pause
 
 
@@ -75,6 +77,7 @@ class Replica:
         self.starts = 0
         self.current: dict[str, Ticket] = {}
         self._drawn: dict[tuple[str, ...], list[Ticket]] = {}  # by place that is taken
+        self._told = asyncio.Event()  # that a request has begun or ended
         self._batch = 1
         self._answered = 0.0
         self._loaded = False
@@ -193,6 +196,7 @@ class Replica:
     def _hear_of(self, ticket: Ticket, message: Begun | Stepped | FileDone | Ended) -> None:
         if isinstance(message, Begun) and not ticket.is_over:
             ticket.start()
+            self._told.set()
             self.metrics.queue_seconds.observe(time.monotonic() - ticket.accepted)
         elif isinstance(message, Stepped):
             self.metrics.steps.inc()
@@ -202,7 +206,10 @@ class Replica:
             self.metrics.drawn(message.file)
             ticket.add(message.file)
         elif isinstance(message, Ended):
+            if message.fatal and ticket.status == "queued" and (ticket.id,) not in self._drawn:
+                return  # it may be a mate's fault: what has not begun waits again when the worker is gone
             del self.current[ticket.id]
+            self._told.set()
             self._end(ticket, message)
 
     def _end(self, ticket: Ticket, message: Ended) -> None:
@@ -221,13 +228,30 @@ class Replica:
         """
         while True:
             await self._free.acquire()
-            first = await self.queue.take()
+            first = await self._next()
             tickets = [first, *self.queue.take_beside(first, self._batch)]
             for ticket in tickets:
                 self.current[ticket.id] = ticket
                 ticket.on_cancel(lambda id=ticket.id: self._send(Cancel(id)))  # type: ignore[misc]
             self._drawn[tuple(ticket.id for ticket in tickets)] = tickets
             self._send(Draw(tuple(ticket.order() for ticket in tickets)))
+
+    async def _next(self) -> Ticket:
+        """Whose turn it is. One that has lost a worker waits until the next has nothing else, and nobody
+        comes beside it before it has begun.
+        """
+        while True:
+            await self._until(lambda: all(t.started or not t.lost for t in self.current.values()))
+            ticket = await self.queue.take()
+            if not (ticket.lost and self.current):
+                return ticket
+            self.queue.give_back(ticket)
+            await self._until(lambda: not self.current)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._told.clear()
+            await self._told.wait()
 
     async def _watch(self) -> None:
         """Pings; ends a worker that does not answer, or whose drawing shows no progress."""
@@ -266,10 +290,15 @@ class Replica:
         if not self._stopping:
             self.metrics.worker_deaths.inc()
         for ticket in abandoned.values():
+            reason = f"it ended with exit code {code} while it drew this request."
             if ticket.status == "queued" and not self._stopping:
-                self.queue.give_back(ticket)
-                continue
-            ticket.fail(worker_lost(f"it ended with exit code {code} while it drew this request."))
+                ticket.lost += 1
+                if ticket.lost < MOST_LOST:
+                    self.queue.give_back(ticket)
+                    continue
+                reason = f"{MOST_LOST} ended before they began this request, the last with exit code {code}."
+                self.log(f"error: request {ticket.id}: the worker was lost: {reason}")
+            ticket.fail(worker_lost(reason))
 
 
 def _first_line(error: BaseException) -> str:

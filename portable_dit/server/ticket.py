@@ -42,6 +42,7 @@ class Ticket:
         self.quality = quality
         self.accepted = time.monotonic()
         self.started: float | None = None
+        self.lost = 0  # workers that ended before they had begun it
         self.status: Status = "queued"
         self.files: list[PictureFile] = []
         self.summary: Summary | None = None

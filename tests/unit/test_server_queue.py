@@ -277,6 +277,13 @@ def test_who_was_cancelled_is_no_mate_and_not_in_the_way():
     assert beside(first, gone, mate) == ([first, mate], [])
 
 
+def test_who_has_lost_a_worker_has_no_mates():
+    first, suspect, mate = (shaped("one", 256) for _ in range(3))
+    suspect.lost = 1
+    assert beside(first, suspect, mate) == ([first], [suspect, mate])
+    assert beside(suspect, first, mate) == ([suspect], [first, mate])
+
+
 def test_who_was_taken_waits_in_front_until_work_on_it_begins():
     """A worker's other replica may be drawing for somebody else."""
 
