@@ -98,6 +98,14 @@ def eventually(holds, what: str, seconds: float = START_SECONDS) -> Any:
     raise AssertionError(f"not within {seconds:g} s: {what}")
 
 
+def alive(pid: int) -> bool:
+    """Whether there is such a process; one that has ended and that nobody has asked after is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @contextlib.contextmanager
 def running(
     recipe: Path | str, jobs: Path, *arguments: str, wait: bool = True, **environment: str

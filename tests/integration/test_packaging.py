@@ -140,7 +140,8 @@ def test_the_sdist_is_the_source_without_what_was_built_or_installed_here(built)
         members = archive.getmembers()
     top = f"portable_dit-{__version__}"
     names = {PurePosixPath(member.name).relative_to(top).as_posix() for member in members}
-    wanted = {"README.md", "LICENSE", "NOTICE", "Makefile", "constraints-dev.txt", "pyproject.toml"}
+    wanted = {"README.md", "LICENSE", "NOTICE", "Makefile", "conftest.py", "pyproject.toml"}
+    wanted |= {"constraints-dev.txt"}
     wanted |= {f"portable_dit/{name}" for name in files_under(ROOT / "portable_dit")}
     wanted |= {f"recipes/{name}" for name in files_under(ROOT / "recipes")}
     wanted |= {f"tests/{name}" for name in files_under(ROOT / "tests")}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_process import RunningServer, eventually, running
+from server_process import RunningServer, alive, eventually, running
 
 from portable_dit.engine import Engine
 from portable_dit.request import Request
@@ -304,14 +304,7 @@ def test_a_server_that_is_killed_takes_its_worker_along(tiny_recipe, tmp_path):
         worker = server.worker_pid
         server.process.kill()
         server.process.wait(300)
-        eventually(lambda: not _alive(worker), "the worker is gone")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
+        eventually(lambda: not alive(worker), "the worker is gone")
 
 
 def test_a_recipe_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path, make_checkpoint):
