@@ -2,15 +2,16 @@
 
     python -m portable_dit.server.worker FD
 
-Apart from the server, so that what kills a device driver kills no server. The main thread reads messages and
-answers pings, one for each replica of the engine waits for a request's pictures, and one encodes files, so
-that the file of one request is made while the next is drawn. The process ends when the server's end of the
-socket is closed, however that came about.
+Apart from the server, so that what kills a device driver kills no server. One thread reads messages, which
+the main one obeys once it has loaded; one for each replica of the engine waits for a request's pictures, and
+one encodes files, so that the file of one request is made while the next is drawn. The process ends when the
+server's end of the socket is closed, however that came about and whatever is going on, be it loading.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import sys
 import threading
@@ -64,6 +65,7 @@ class Worker:
         self.connection = connection
         self.clock = clock
         self.sending = threading.Lock()
+        self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self.cancelled: set[str] = set()
         self.failed: dict[str, PortableDitError] = {}  # by request: why a file of it could not be made
@@ -75,7 +77,8 @@ class Worker:
 
     def run(self) -> None:
         """Loads what the first message says, then obeys until the server is gone."""
-        load: Load = self.connection.recv()
+        threading.Thread(target=self.listen, name="orders", daemon=True).start()
+        load: Load = self.orders.get()
         start = time.perf_counter()
         try:
             self.engine = self.load(load)
@@ -87,7 +90,20 @@ class Worker:
         batch = self.engine.plan.workload.batch
         self.send(Loaded(time.perf_counter() - start, places, batch, facts_of(self.engine.setup)))
         while True:
-            self.obey(self.connection.recv())
+            self.obey(self.orders.get())
+
+    def listen(self) -> None:
+        """Takes orders until the server is gone, and ends the process then, whatever it is doing."""
+        code = BROKEN  # where an order cannot be read
+        try:
+            while True:
+                self.orders.put(self.connection.recv())
+        except (EOFError, ConnectionError):
+            code = 0  # nobody waits for what is still being loaded or drawn
+        finally:
+            if code:
+                traceback.print_exc()
+            os._exit(code)
 
     def load(self, order: Load) -> Engine:
         """The engine, profiled when that is wanted. Raises UserError."""
@@ -279,8 +295,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         Worker(Connection(int(sys.argv[1]))).run()
-    except (EOFError, ConnectionError):
-        os._exit(0)  # the server has gone, and nobody waits for what is still being drawn
+    except ConnectionError:
+        os._exit(0)  # the server has gone
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""A request that kills each worker before its drawing has begun: it ends, and those beside it do not."""
+"""Who goes along when a worker dies of a request, or with its server; and who does not."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from server_process import RunningServer, eventually, running
+from plugin_shelf import Shelf
+from server_process import RunningServer, alive, eventually, running
 
 # Of a size that is not the usual one, a plan is made before the drawing begins.
 BRITTLE = """
@@ -42,6 +47,11 @@ def recipe(make_slow_recipe, shelf, tmp_path: Path) -> Path:
     return path
 
 
+def on_path(shelf: Shelf) -> dict[str, str]:
+    """The environment of processes that find these plugins."""
+    return {"PYTHONPATH": os.pathsep.join([str(shelf.folder), *filter(None, sys.path)])}
+
+
 def submit(server: RunningServer, body: dict) -> str:
     answer = server.post("/v1/jobs", body)
     assert answer.status == 202, answer.body
@@ -71,7 +81,7 @@ def test_who_kills_two_workers_before_it_is_begun_is_told_and_takes_nobody_along
     recipe, shelf, tmp_path, poison, replicas, why
 ):
     flags = ("--set", f"layout.data={replicas}", "--max-images", "128")
-    with running(recipe, tmp_path / "jobs.sqlite3", *flags, PYTHONPATH=str(shelf.folder)) as server:
+    with running(recipe, tmp_path / "jobs.sqlite3", *flags, **on_path(shelf)) as server:
         before = [submit(server, LONG) for _ in range(replicas)]  # every place is taken
         wait_for(server, before[0], "running")
         mate = submit(server, {"prompt": "a red apple", "n": MANY, **SHAPE})
@@ -89,3 +99,39 @@ def test_who_kills_two_workers_before_it_is_begun_is_told_and_takes_nobody_along
         )
         wait_for(server, behind, "finished")
         assert worker(server)["starts"] == 3
+
+
+LOADS_FOR_EVER = """
+import time
+from portable_dit.cpu import CpuBackend
+from portable_dit.hooks import hookimpl
+
+class LoadsForEver(CpuBackend):
+    id = "for_ever"
+    def synchronize(self, device):
+        print("loads for ever", flush=True)
+        time.sleep(1000)
+
+@hookimpl
+def portable_dit_backends():
+    return [LoadsForEver()]
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_server_that_is_killed_takes_along_a_worker_that_loads(shelf, tiny_recipe, tmp_path, replicas):
+    """And its ranks, all in the middle of something that may take minutes, or for ever."""
+    shelf.install("for_ever", LOADS_FOR_EVER)
+    recipe = tmp_path / "for_ever.yaml"
+    recipe.write_text(tiny_recipe.read_text().replace("backend: cpu", "backend: for_ever"))
+    flags = ("--set", f"layout.data={replicas}")
+    with running(recipe, tmp_path / "jobs", *flags, wait=False, **on_path(shelf)) as server:
+        eventually(lambda: sum("loads for ever" in line for line in server.log) == replicas, "it loads")
+        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+        assert len(pids) == (1 if replicas == 1 else 3)
+        server.process.kill()
+        try:
+            eventually(lambda: not any(map(alive, pids)), "nothing is left of it", 30)
+        finally:
+            for pid in filter(alive, pids):
+                os.kill(pid, signal.SIGKILL)
