@@ -78,7 +78,8 @@ def create_app(
     app.add_exception_handler(RequestValidationError, answer_invalid)
     app.add_exception_handler(sqlite3.Error, answer_unstored)
     app.add_exception_handler(Exception, answer_bug)
-    if settings.cors_origins:
+    app.add_middleware(Gate, settings=settings, metrics=service.metrics, log=log)
+    if settings.cors_origins:  # around the gate: a browser asks first, without a key, and reads refusals too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
@@ -86,7 +87,6 @@ def create_app(
             allow_headers=["Authorization", "Content-Type"],
             expose_headers=["Server-Timing", "X-Request-Id", "X-Peak-Memory-MB"],
         )
-    app.add_middleware(Gate, settings=settings, metrics=service.metrics, log=log)
     return app
 
 

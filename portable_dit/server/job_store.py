@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS pictures (
 );
 CREATE INDEX IF NOT EXISTS jobs_by_client ON jobs (client, created);
 """
+FORGOTTEN = "(SELECT json_group_array(NULL) FROM json_each(references_))"  # as many, without what they were
 INTERRUPTED = {
     "message": "The server ended while this was being drawn. Submit it again.",
     "type": "server_error",
@@ -55,14 +56,14 @@ class StoredPicture:
 
 @dataclass(frozen=True)
 class StoredJob:
-    """A job as it was last written. wish: the body without its references. references: as they were sent."""
+    """A job as it was last written. wish: the body without its references. references: how many it has."""
 
     id: str
     client: str
     created: float
     status: str
     wish: dict[str, Any]
-    references: list[str]
+    references: int
     error: dict[str, Any] | None
     facts: dict[str, Any] | None
     finished: float | None
@@ -102,7 +103,7 @@ class JobStore:
 
         def work() -> list[StoredJob]:
             self._database.execute(
-                "UPDATE jobs SET status = 'interrupted', error = ?, finished = ?, references_ = '[]' "
+                f"UPDATE jobs SET status = 'interrupted', error = ?, finished = ?, references_ = {FORGOTTEN} "
                 "WHERE status = 'running'",
                 (json.dumps(INTERRUPTED), time.time()),
             )
@@ -137,8 +138,8 @@ class JobStore:
                 self._database.execute("BEGIN")
                 self._insert(id, files)
                 self._database.execute(
-                    "UPDATE jobs SET status = ?, error = ?, facts = ?, finished = ?, references_ = '[]' "
-                    "WHERE id = ?",
+                    "UPDATE jobs SET status = ?, error = ?, facts = ?, finished = ?, "
+                    f"references_ = {FORGOTTEN} WHERE id = ?",
                     (status, _text(error), _text(facts), time.time(), id),
                 )
 
@@ -156,6 +157,15 @@ class JobStore:
 
     async def find(self, id: str) -> StoredJob | None:
         return await self._run(lambda: self._find(id))
+
+    async def references(self, id: str) -> list[str]:
+        """The references of a job that has not ended, as they were sent."""
+
+        def work() -> list[str]:
+            row = self._database.execute("SELECT references_ FROM jobs WHERE id = ?", (id,)).fetchone()
+            return [] if row is None else list(json.loads(row[0]))
+
+        return await self._run(work)
 
     async def latest(self, client: str, most: int) -> list[StoredJob]:
         """A client's jobs, the newest first."""
@@ -243,14 +253,16 @@ class JobStore:
 
     def _find(self, id: str) -> StoredJob | None:
         row = self._database.execute(
-            "SELECT id, client, created, status, wish, references_, error, facts, finished FROM jobs "
-            "WHERE id = ?",
+            "SELECT id, client, created, status, wish, json_array_length(references_), error, facts, "
+            "finished FROM jobs WHERE id = ?",
             (id,),
         ).fetchone()
         if row is None:
             return None
         pictures = self._database.execute(
-            "SELECT number, format, width, height, seed FROM pictures WHERE owner = ? ORDER BY number", (id,)
+            "SELECT number, format, width, height, seed FROM pictures WHERE owner = ? AND created > ? "
+            "ORDER BY number",
+            (id, time.time() - self.keep_seconds),
         )
         id, client, created, status, wish, references, error, facts, finished = row
         return StoredJob(
@@ -259,7 +271,7 @@ class JobStore:
             created=created,
             status=status,
             wish=json.loads(wish),
-            references=json.loads(references),
+            references=references,
             error=None if error is None else json.loads(error),
             facts=None if facts is None else json.loads(facts),
             finished=finished,

@@ -7,21 +7,23 @@ import base64
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 
-from portable_dit.server.answers import MEDIA_TYPES, SSE_HEADERS, event, facts
+from portable_dit.server.answers import MEDIA_TYPES, SSE_HEADERS, Blobs, event, facts, json_answer
 from portable_dit.server.images import DEFAULT_QUALITY, Serving, picture_url
 from portable_dit.server.job_store import StoredJob
 from portable_dit.server.references import bytes_of
 from portable_dit.server.refusal import FIELDS, ApiError, error_body
 from portable_dit.server.routes import OnceRoute
 from portable_dit.server.schema import JobWish, LatestJobs
-from portable_dit.server.service import Service, watch
+from portable_dit.server.service import STOPPING, Service, watch
 from portable_dit.server.ticket import Ticket, cancelled
 from portable_dit.server.wording import problems_of, refused
 
@@ -39,7 +41,7 @@ async def submit(body: JobWish, http: Request, service: Serving) -> Response:
     except sqlite3.Error:  # answered by the application; nobody could fetch what is drawn
         ticket.cancel(cancelled("the job could not be stored"))
         raise
-    service.spawn(follow(service, ticket))
+    service.spawn(follow(service, ticket), writes=True)
     job = await _job(service, ticket.id, ticket.client)
     return JSONResponse(_document(http, service, job), 202, {"Location": f"/v1/jobs/{ticket.id}"})
 
@@ -69,7 +71,7 @@ async def cancel(id: str, http: Request, service: Serving) -> Response:
     ticket = service.tickets.get(id)
     if ticket is not None:
         ticket.cancel(cancelled("by its owner"))
-        await _ended_in_store(service, id)
+        await _ended_in_store(service, ticket)
     return JSONResponse(_document(http, service, await _job(service, id, http.state.client)))
 
 
@@ -89,12 +91,14 @@ async def result(id: str, http: Request, service: Serving) -> Response:
         raise ApiError(409, f"The job is {job.status}. {message}", code=f"job_{job.status}")
     if not job.pictures:
         raise ApiError(410, "The pictures of this job have expired.", code="expired")
-    data = []
+    data, blobs = [], Blobs()
     for picture in job.pictures:
         found = await service.store.picture(id, picture.number)
-        if found is not None:
-            data.append({"b64_json": base64.b64encode(found[1]).decode(), "seed": picture.seed})
-    return JSONResponse({"created": int(job.finished or 0), "data": data, "portable_dit": job.facts})
+        if found is None:
+            raise ApiError(410, "The pictures of this job have just expired.", code="expired")
+        data.append({"b64_json": blobs.marker(found[1]), "seed": picture.seed})
+    document = {"created": int(job.finished or 0), "data": data, "portable_dit": job.facts}
+    return await json_answer(document, blobs, {})
 
 
 @router.get("/v1/pictures/{owner}/{name}", summary="A picture by its address")
@@ -147,20 +151,32 @@ async def follow(service: Service, ticket: Ticket) -> None:
     async for _ in ticket.changes():
         if ticket.status == "running" and not noted:
             noted = True
-            await service.store.running(ticket.id)
-    if ticket.failure is not None and service.abandoned:
+            with suppress(sqlite3.Error):  # its end tells if it cannot be stored, or says more than this
+                await service.store.running(ticket.id)
+    if ticket.failure is None:
+        assert ticket.summary is not None
+        told = facts(ticket, ticket.summary)
+        end = partial(service.store.ended, ticket.id, ticket.status, files=ticket.files, facts=told)
+    elif ticket.failure.code == STOPPING:
         return  # the next start says that it was interrupted, or draws it
-    if ticket.failure is not None:
-        await service.store.ended(ticket.id, ticket.status, error=ticket.failure.body["error"])
-        return
-    assert ticket.summary is not None
-    told = facts(ticket, ticket.summary)
+    else:
+        end = partial(service.store.ended, ticket.id, ticket.status, error=ticket.failure.body["error"])
+    pause = 0.0  # a full disk may still have room for a sentence, or has some later
+    while (error := await _failure_of(end)) is not None:
+        service.log(f"error: the end of job {ticket.id} cannot be stored: {error}")
+        if ticket.failure is None:
+            lost = error_body(503, f"Its pictures could not be stored ({error}).", code="storage")
+            end = partial(service.store.ended, ticket.id, "failed", error=lost["error"])
+        await asyncio.sleep(pause)
+        pause = STORE_SECONDS
+
+
+async def _failure_of(write: Callable[[], Awaitable[None]]) -> sqlite3.Error | None:
     try:
-        await service.store.ended(ticket.id, ticket.status, files=ticket.files, facts=told)
-    except sqlite3.Error as error:  # a full disk may still have room for a sentence
-        service.log(f"error: pictures of job {ticket.id} cannot be stored: {error}")
-        lost = error_body(503, f"Its pictures could not be stored ({error}).", code="storage")
-        await service.store.ended(ticket.id, "failed", error=lost["error"])
+        await write()
+    except sqlite3.Error as error:
+        return error
+    return None
 
 
 async def resume(service: Service) -> None:
@@ -172,11 +188,12 @@ async def resume(service: Service) -> None:
 async def _resume(service: Service, job: StoredJob) -> None:
     try:
         wish = wish_of(job)
-        ticket = await accept_job(service, wish, job.references, client=job.client, id=job.id)
+        references = await service.store.references(job.id)
+        ticket = await accept_job(service, wish, references, client=job.client, id=job.id)
     except ApiError as error:
         await service.store.ended(job.id, "failed", error=error.body["error"])
     else:
-        service.spawn(follow(service, ticket))
+        service.spawn(follow(service, ticket), writes=True)
 
 
 def wish_of(job: StoredJob) -> JobWish:
@@ -195,10 +212,15 @@ async def _job(service: Service, id: str, client: str) -> StoredJob:
     return job
 
 
-async def _ended_in_store(service: Service, id: str) -> None:
-    """Until `follow` has written the end of a job that is over, which is a matter of milliseconds."""
+async def _ended_in_store(service: Service, ticket: Ticket) -> None:
+    """Until `follow` has written the end of a job that is over, which is a matter of milliseconds.
+
+    Not of one that a stop has ended: it is as it was at the next start, or told then.
+    """
     end = time.monotonic() + STORE_SECONDS
-    while (job := await service.store.find(id)) is not None and job.status in ("queued", "running"):
+    while (job := await service.store.find(ticket.id)) is not None and job.status in ("queued", "running"):
+        if ticket.failure is not None and ticket.failure.code == STOPPING:
+            return
         if time.monotonic() > end:
             raise ApiError(503, "The end of this job could not be stored; see the log.", code="storage")
         await asyncio.sleep(0.005)
@@ -213,7 +235,7 @@ def _document(http: Request, service: Service, job: StoredJob) -> dict[str, Any]
         "created": int(job.created),
         "status": job.status,
         "request": job.wish,
-        "references": len(job.references),
+        "references": job.references,
         "error": job.error,
         "images": [
             {
@@ -249,9 +271,9 @@ async def _events(http: Request, service: Service, job: StoredJob) -> AsyncItera
     if ticket is not None:
         async for piece in _living(http, service, ticket):
             yield piece
-        await _ended_in_store(service, job.id)
+        await _ended_in_store(service, ticket)
     ended = await service.store.find(job.id)
-    if ended is not None:
+    if ended is not None and ended.status not in ("queued", "running"):
         document = _document(http, service, ended)
         yield event(ended.status, json.dumps({"type": ended.status, **document}).encode())
 

@@ -55,7 +55,9 @@ class FairQueue:
             self._admit(ticket)
         start = max(self._now, self._charged.get(ticket.client, 0.0))
         self._charged[ticket.client] = start + work_of(ticket)
-        heapq.heappush(self._heap, (start, next(self._order), ticket))
+        self._heap = [turn for turn in self._heap if turn[2].status == "queued"]  # no others are kept alive
+        self._heap.append((start, next(self._order), ticket))
+        heapq.heapify(self._heap)
         self._arrived.set()
 
     async def take(self) -> Ticket:

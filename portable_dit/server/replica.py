@@ -107,20 +107,29 @@ class Replica:
         pause = FIRST_PAUSE_SECONDS
         while not self._stopping:
             started = time.monotonic()
-            self._start()
-            tasks = [asyncio.create_task(work()) for work in (self._feed, self._watch)]
-            await self._gone.wait()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            code = await self._reap()
-            self._abandon(code)
+            try:
+                self._start()
+            except OSError as error:  # no process or no file is to be had, for now
+                end = f"cannot be started ({error})"
+            else:
+                end = f"gone (exit {await self._live()})"
             if self._stopping:
                 return
             pause = FIRST_PAUSE_SECONDS if time.monotonic() - started > STABLE_SECONDS else pause
-            self.log(f"worker: gone (exit {code}); starting another in {pause:.1f} s")
+            self.log(f"worker: {end}; starting another in {pause:.1f} s")
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    async def _live(self) -> int:
+        """From a worker's start until it is gone, and what it had is seen to; its exit code."""
+        tasks = [asyncio.create_task(work()) for work in (self._feed, self._watch)]
+        await self._gone.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        code = await self._reap()
+        self._abandon(code)
+        return code
 
     async def stop(self) -> None:
         """Ends the worker now, whatever it does."""
@@ -131,9 +140,8 @@ class Replica:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        self._free, self._gone = asyncio.Semaphore(0), asyncio.Event()
         self._loaded, self.pong = False, None
-        with theirs:
+        with ours, theirs:
             # The current folder must not be where Python looks for modules first: it may hold a torch.py.
             environment = {**os.environ, "PYTHONSAFEPATH": "1"}
             self._process = subprocess.Popen(
@@ -143,7 +151,8 @@ class Replica:
                 stdout=2,  # ours is the server's answer, its address; whatever a library prints is for people
                 env=environment,
             )
-        self._connection = Connection(ours.detach())
+            self._connection = Connection(ours.detach())
+        self._free, self._gone = asyncio.Semaphore(0), asyncio.Event()
         self.starts += 1
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._listen, args=(loop, self._connection), daemon=True).start()
@@ -156,6 +165,8 @@ class Replica:
                 while True:
                     loop.call_soon_threadsafe(self._hear, connection.recv())
             except (EOFError, OSError):
+                pass
+            finally:  # also where nobody can read what it says
                 loop.call_soon_threadsafe(self._gone.set)
 
     def _send(self, message: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ from portable_dit.setup import resolve_request
 RANDOM_SEEDS = 2**31
 DECODERS = 2  # requests whose references are decoded at the same time, since each may take much memory
 EXPIRY_SECONDS = 60.0
+WRITE_SECONDS = 10.0  # of patience with a disk, when all else has ended
+STOPPING = "draining"  # code of what a stop refuses and ends
 KEEPALIVE_SECONDS = 10.0  # of silence in a stream, after which a comment is sent
 
 
@@ -60,8 +63,8 @@ class Service:
         )
         self.queue = FairQueue(settings.limits)
         self.tickets: dict[str, Ticket] = {}
-        self.abandoned = False  # whoever waits was told that there will be nothing
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._writing: set[asyncio.Task[Any]] = set()  # those of them that a stop waits for
         self._decoding = asyncio.Semaphore(DECODERS)
         load = Load(recipe, settings.strict, settings.profile)
         self.replicas = [
@@ -95,40 +98,47 @@ class Service:
 
     async def drain(self) -> None:
         """Accepts nothing more and waits until everything that was accepted is over."""
-        self.queue.refusing = ApiError(
-            503,
-            "This server is stopping and takes no new requests.",
-            code="draining",
-            headers={"Retry-After": "10"},
-        )
+        self._refuse()
         while self.tickets:
             await asyncio.wait([asyncio.ensure_future(ticket.wait()) for ticket in self.tickets.values()])
             await asyncio.sleep(0)
 
     def abandon(self) -> None:
         """Tells all who wait that there will be no pictures. Jobs stay as they are, for the next start."""
-        self.abandoned = True
+        self._refuse()
         reason = "This server was stopped before the pictures were drawn."
         for ticket in list(self.tickets.values()):
-            ticket.fail(ApiError(503, reason, code="draining"))
+            ticket.fail(ApiError(503, reason, code=STOPPING))
+
+    def _refuse(self) -> None:
+        self.queue.refusing = ApiError(
+            503,
+            "This server is stopping and takes no new requests.",
+            code=STOPPING,
+            headers={"Retry-After": "10"},
+        )
 
     async def stop(self) -> None:
-        """Ends the workers and what they were doing."""
+        """Ends the workers and what they were doing; what became of jobs is written down first."""
         for replica in self.replicas:
             await replica.stop()
+        self.abandon()
+        if self._writing:
+            await asyncio.wait(self._writing, timeout=WRITE_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.store.close()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs beside the requests; what goes wrong in it is logged."""
+    def spawn(self, work: Coroutine[Any, Any, None], *, writes: bool = False) -> None:
+        """Runs beside the requests; what goes wrong in it is logged. writes: a stop waits for it a while."""
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        for tasks in (self._tasks, self._writing)[: 1 + writes]:
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         task.add_done_callback(self._spawned_done)
 
     def _spawned_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.log(f"error: {type(error).__name__}: {error}")
 
@@ -253,7 +263,10 @@ class Service:
 
     async def _housekeeping(self) -> None:
         while True:
-            await self.store.expire()
+            try:
+                await self.store.expire()
+            except sqlite3.Error as error:  # the disk may have room the next time
+                self.log(f"error: old pictures cannot be dropped: {error}")
             await asyncio.sleep(EXPIRY_SECONDS)
 
     def measure(self) -> bytes:

@@ -37,7 +37,7 @@ def serve(
 
     def fail(failed: LoadFailed) -> None:
         failures.append(failed)
-        server.should_exit = True
+        server.stop_now()
 
     app = create_app(recipe, settings, on_fatal=fail, log=log)
     config = uvicorn.Config(
@@ -114,14 +114,14 @@ class _Server(uvicorn.Server):
         name, loop = signal.Signals(sig).name, asyncio.get_running_loop()
         if self.draining:
             self.log(f"{name} again: stopping now")
-            loop.call_soon_threadsafe(self._stop_now)
+            loop.call_soon_threadsafe(self.stop_now)
             return
         self.draining = True
         waiting = len(self.service.tickets)
         self.log(f"{name}: finishing {waiting} accepted requests, then stopping; once more stops now")
         loop.call_soon_threadsafe(self._start_drain)
 
-    def _stop_now(self) -> None:
+    def stop_now(self) -> None:
         """Whoever waits is told so, and has this long to hear it."""
         self.service.abandon()
         self.should_exit = True

@@ -400,6 +400,27 @@ def test_keys_are_needed_where_they_are_given_and_are_never_logged(tiny_recipe, 
     assert KEY.encode() not in jobs.read_bytes()
 
 
+def test_a_site_that_may_call_may_do_so_with_a_key_and_reads_refusals(tiny_recipe, tmp_path):
+    """A browser asks first whether it may, and sends no key with that question."""
+    keys, site = tmp_path / "keys", "https://paint.example"
+    keys.write_text(KEY)
+    flags = ("--api-key-file", str(keys), "--cors-origin", site)
+    with running(tiny_recipe, tmp_path / "jobs", *flags, wait=False) as server:
+        asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        for origin, status in ((site, 200), ("https://other.example", 400)):
+            may = server.request("OPTIONS", "/v1/jobs", headers={"Origin": origin, **asks})
+            assert (may.status, may.headers.get("access-control-allow-origin")) == (
+                status,
+                site if status == 200 else None,
+            )
+        refused = server.post("/v1/jobs", {}, headers={"Origin": site})
+        assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, site)
+        models = server.get("/v1/models", headers={"Origin": site, "Authorization": f"Bearer {KEY}"})
+        assert (models.status, models.headers["access-control-allow-origin"]) == (200, site)
+        stranger = server.get("/v1/models", headers={"Origin": "https://other.example"})
+        assert (stranger.status, "access-control-allow-origin" in stranger.headers) == (403, False)
+
+
 def test_what_is_too_much_at_once_is_refused_and_then_goes_on(server):
     """More connections than may be open: some are told 503, none hangs, and the next is served."""
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(600)]

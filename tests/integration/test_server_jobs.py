@@ -6,7 +6,6 @@ import base64
 import http.client
 import json
 import os
-import resource
 import signal
 import threading
 import urllib.request
@@ -240,22 +239,6 @@ def test_a_port_that_is_taken_is_refused(server, tiny_recipe, tmp_path, cli):
     flags = ("--recipe", tiny_recipe, "--jobs", tmp_path / "jobs", "--port", server.port)
     refused = cli("serve", *flags)
     assert (refused.exit_code, "cannot be listened on" in refused.stderr) == (2, True)
-
-
-def test_a_full_disk_is_told_and_the_server_goes_on(tiny_recipe, tmp_path):
-    """A limit on the size of files stands for the disk; it is lifted later."""
-    with running(tiny_recipe, tmp_path / "jobs.sqlite3") as server:
-        size = (tmp_path / "jobs.sqlite3").stat().st_size
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        answers = [
-            server.post("/v1/jobs", {**SHORT, "prompt": "a red apple" + " on" * 60}) for _ in range(40)
-        ]
-        refused = [answer for answer in answers if answer.status != 202]
-        assert refused, "40 jobs do not fit"
-        assert {(answer.status, answer.error["code"]) for answer in refused} == {(503, "storage")}
-        assert server.draw(size="64x64").status == 200, "what needs no disk is drawn"
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        wait_for(server, submit(server, SHORT), "finished")
 
 
 def test_two_servers_do_not_share_a_jobs_file(server, tiny_recipe, cli):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,7 @@ from server_process import RunningServer, alive, eventually, running
 
 # Of a size that is not the usual one, a plan is made before the drawing begins.
 BRITTLE = """
-import os, signal, sys
+import os, signal, sys, time
 from portable_dit.cpu import CpuBackend
 from portable_dit.hooks import hookimpl
 
@@ -26,6 +28,9 @@ class Brittle(CpuBackend):
             os.kill(os.getpid(), signal.SIGKILL)
         if prompt == "raise":
             raise ValueError("the moon is in the wrong house")
+        if prompt == "garble":
+            os.write(int(sys.argv[1]), bytes([0, 0, 0, 4]) + b"junk")  # the server expects a pickle
+            time.sleep(1000)
         return super().kernel_lists()
 
 @hookimpl
@@ -101,6 +106,13 @@ def test_who_kills_two_workers_before_it_is_begun_is_told_and_takes_nobody_along
         assert worker(server)["starts"] == 3
 
 
+def test_a_worker_that_says_what_nobody_can_read_is_replaced(recipe, shelf, tmp_path):
+    with running(recipe, tmp_path / "jobs.sqlite3", **on_path(shelf)) as server:
+        guilty = submit(server, {"prompt": "garble", **SHAPE})
+        eventually(lambda: worker(server)["starts"] == 2, "another is started")
+        server.post(f"/v1/jobs/{guilty}/cancel")
+
+
 LOADS_FOR_EVER = """
 import time
 from portable_dit.cpu import CpuBackend
@@ -135,3 +147,54 @@ def test_a_server_that_is_killed_takes_along_a_worker_that_loads(shelf, tiny_rec
         finally:
             for pid in filter(alive, pids):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_a_worker_that_cannot_be_started_for_a_while_is_started_later(tiny_recipe, tmp_path):
+    """A limit on open files stands for a system that has none left, or no process."""
+    with running(tiny_recipe, tmp_path / "jobs") as server:
+        pid, worker = server.process.pid, server.worker_pid
+        usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, usual[1]))
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: any("worker: cannot be started" in line for line in server.log), "it is told")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
+        server.wait_ready()
+        assert server.draw(size="64x64").status == 200
+        assert server.stop() == 0
+
+
+FAILS_LATE = """
+import time
+from pathlib import Path
+from portable_dit.cpu import CpuBackend
+from portable_dit.errors import RecipeError
+from portable_dit.hooks import hookimpl
+
+class FailsLate(CpuBackend):
+    id = "late"
+    def synchronize(self, device):
+        while not Path({file!r}).exists():
+            time.sleep(0.01)
+        raise RecipeError("late: there is no such device any more.")
+
+@hookimpl
+def portable_dit_backends():
+    return [FailsLate()]
+"""
+
+
+def test_who_waits_for_a_model_that_cannot_be_loaded_is_told(shelf, tiny_recipe, tmp_path):
+    shelf.install("late", FAILS_LATE.format(file=str(tmp_path / "now")))
+    recipe = tmp_path / "late.yaml"
+    recipe.write_text(tiny_recipe.read_text().replace("backend: cpu", "backend: late"))
+    with (
+        running(recipe, tmp_path / "jobs", wait=False, **on_path(shelf)) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waits = pool.submit(server.draw)
+        eventually(lambda: server.get("/server_info").json["queue"]["waiting"], "it waits")
+        (tmp_path / "now").touch()
+        answer = waits.result(60)
+        assert (answer.status, answer.error["code"]) == (503, "draining")
+        assert server.process.wait(60) == 2
+    assert any("there is no such device any more" in line for line in server.log)

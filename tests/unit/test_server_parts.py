@@ -24,16 +24,17 @@ from portable_dit.result import Outcome, Started
 from portable_dit.server.answers import Blobs
 from portable_dit.server.images import preview_steps
 from portable_dit.server.job_store import JobStore, StoredJob
-from portable_dit.server.jobs import wish_of
-from portable_dit.server.messages import Begun, Draw, Free, Order, PictureFile
+from portable_dit.server.jobs import follow, wish_of
+from portable_dit.server.messages import Begun, Draw, Free, Order, PictureFile, Summary
 from portable_dit.server.profiler import Profiler
 from portable_dit.server.refusal import ApiError
+from portable_dit.server.service import Service
 from portable_dit.server.settings import Settings, check_host, check_origin, default_jobs_file, read_keys
 from portable_dit.server.worker import Worker
 
 
 def file(data: bytes, seed: int = 0) -> PictureFile:
-    return PictureFile(data, "png", 8, 8, seed, {})
+    return PictureFile(data, "png", 8, 8, seed, {"encode_png": 0.0})
 
 
 def store(path: Path, *, keep_seconds: float = 60.0, keep_bytes: int = 1 << 20) -> JobStore:
@@ -53,16 +54,15 @@ def test_a_finished_job_survives_and_a_running_one_is_interrupted(tmp_path):
     async def after() -> None:
         jobs = store(tmp_path / "jobs")
         (waiting,) = await jobs.restart()
-        assert (waiting.id, waiting.wish, waiting.references) == (
-            "waiting",
-            {"prompt": "waiting"},
-            ["data:,"],
-        )
+        assert (waiting.id, waiting.wish, waiting.references) == ("waiting", {"prompt": "waiting"}, 1)
+        assert await jobs.references("waiting") == ["data:,"]
         done, running = await jobs.find("done"), await jobs.find("running")
         assert done is not None
         assert running is not None
         assert [picture.seed for picture in done.pictures] == [0, 1]
-        assert done.references == [], "what is not needed any more is not kept"
+        for job in (done, running):
+            assert job.references == 1
+            assert await jobs.references(job.id) == [None], "what is not needed any more is not kept"
         assert running.status == "interrupted"
         assert running.error is not None
         assert await jobs.picture("done", 1) == ("png", b"two")
@@ -80,6 +80,9 @@ def test_pictures_expire_by_age(tmp_path):
         await jobs.add("old", "me", {}, [])
         await jobs.ended("old", "finished", files=[file(b"old")])
         assert await jobs.picture("old", 0) is None
+        job = await jobs.find("old")
+        assert job is not None
+        assert job.pictures == (), "none that could not be had"
         await jobs.expire()
         assert await jobs.find("old") is None
         await jobs.close()
@@ -95,6 +98,35 @@ def test_pictures_expire_by_size_the_oldest_first(tmp_path):
         await jobs.expire()
         kept = [await jobs.picture(f"owner {number}", 0) is not None for number in range(4)]
         assert kept == [False, False, True, True]
+        await jobs.close()
+
+    asyncio.run(work())
+
+
+def test_a_stop_writes_down_what_became_of_jobs_on_a_slow_disk(tmp_path):
+    """Of two that end as it stops, while the disk is busy: one with a picture, one that it ends itself."""
+
+    async def work() -> None:
+        recipe, settings = load_recipe("cpu/h3-mini"), Settings(jobs=tmp_path / "jobs")
+        service = Service(recipe, settings, on_fatal=lambda failed: None, log=lambda line: None)
+        tickets = [service.accept(drawable(), client="me", id=id) for id in ("done", "waiting")]
+        for ticket in tickets:
+            await service.store.add(ticket.id, "me", {"prompt": ticket.id}, [])
+            service.spawn(follow(service, ticket), writes=True)
+        slow = sqlite3.connect(tmp_path / "jobs", isolation_level=None)
+        slow.execute("BEGIN IMMEDIATE")  # what wants to write waits
+        tickets[0].start()
+        await asyncio.sleep(0.1)  # that it has begun is still to be written
+        tickets[0].add(file(b"one"))
+        tickets[0].finish(Summary({"text_encode": 0.0, "total": 0.0}, None, (), ()))
+        stopping = asyncio.ensure_future(service.stop())
+        await asyncio.sleep(0.2)
+        slow.close()
+        await stopping
+        jobs = store(tmp_path / "jobs")
+        found = [await jobs.find(id) for id in ("done", "waiting")]
+        assert [job and job.status for job in found] == ["finished", "queued"]
+        assert await jobs.picture("done", 0) == ("png", b"one")
         await jobs.close()
 
     asyncio.run(work())
@@ -225,6 +257,7 @@ def test_who_waits_for_a_replica_that_draws_has_not_stalled():
         now += 5
         assert worker.quiet_seconds() == 5.0, "it should have begun when the other ended"
         assert ours.recv() == Free(("first",), whole=False)
+        worker.encoding.shutdown()
 
 
 def test_a_drawing_is_told_at_once_and_not_behind_the_files_of_others():
@@ -290,7 +323,7 @@ def test_an_origin_is_what_a_browser_says():
 
 
 def test_a_stored_job_that_this_version_does_not_take_any_more_is_refused_and_no_crash():
-    job = StoredJob("id", "me", 0.0, "queued", {"prompt": "a", "colour": 3}, [], None, None, None, ())
+    job = StoredJob("id", "me", 0.0, "queued", {"prompt": "a", "colour": 3}, 0, None, None, None, ())
     with pytest.raises(ApiError, match="colour: not a field of this call"):
         wish_of(job)
     assert wish_of(replace(job, wish={"prompt": "a", "seed": 7})).seed == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 
 import pytest
 
@@ -92,6 +93,17 @@ def test_a_cancelled_ticket_is_passed_over_and_counts_no_more():
         assert await queue.take() is second
 
     asyncio.run(work())
+
+
+def test_a_cancelled_ticket_is_not_kept_alive_by_the_queue():
+    """Its references may be large, and the device may be busy for long."""
+    queue, gone = FairQueue(Limits()), ticket()
+    queue.put(gone)
+    gone.cancel(cancelled("test"))
+    trace = weakref.ref(gone)
+    del gone
+    queue.put(ticket())
+    assert trace() is None
 
 
 def test_what_was_taken_and_never_begun_gets_its_turn_back():
