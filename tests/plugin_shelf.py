@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 BACKEND = """
@@ -27,6 +29,11 @@ class Shelf:
     def __init__(self, folder: Path, *, name: str) -> None:
         self.folder = folder
         self.name = name
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a process that finds these plugins, and everything else where this one does."""
+        return {"PYTHONPATH": os.pathsep.join([str(self.folder), *filter(None, sys.path)])}
 
     def install(self, name: str, source: str) -> None:
         module = f"pdit_test_{self.name}_{name}".replace("-", "_")

@@ -435,7 +435,7 @@ def test_the_thread_that_loads_is_the_one_that_draws(shelf, tiny_recipe, tmp_pat
     shelf.install("notes", NOTES_THREADS.format(file=str(names)))
     recipe = tmp_path / "notes.yaml"
     recipe.write_text(tiny_recipe.read_text().replace("backend: cpu", "backend: notes"))
-    with running(recipe, tmp_path / "jobs.sqlite3", PYTHONPATH=str(shelf.folder)) as server:
+    with running(recipe, tmp_path / "jobs.sqlite3", **shelf.environment) as server:
         loaded = names.read_text().split()
         assert server.draw(size="64x64").status == 200
         drawn = names.read_text().split()[len(loaded) :]

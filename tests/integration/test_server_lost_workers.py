@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from plugin_shelf import Shelf
 from server_process import RunningServer, alive, eventually, running
 
 # Of a size that is not the usual one, a plan is made before the drawing begins.
@@ -52,11 +50,6 @@ def recipe(make_slow_recipe, shelf, tmp_path: Path) -> Path:
     return path
 
 
-def on_path(shelf: Shelf) -> dict[str, str]:
-    """The environment of processes that find these plugins."""
-    return {"PYTHONPATH": os.pathsep.join([str(shelf.folder), *filter(None, sys.path)])}
-
-
 def submit(server: RunningServer, body: dict) -> str:
     answer = server.post("/v1/jobs", body)
     assert answer.status == 202, answer.body
@@ -86,7 +79,7 @@ def test_who_kills_two_workers_before_it_is_begun_is_told_and_takes_nobody_along
     recipe, shelf, tmp_path, poison, replicas, why
 ):
     flags = ("--set", f"layout.data={replicas}", "--max-images", "128")
-    with running(recipe, tmp_path / "jobs.sqlite3", *flags, **on_path(shelf)) as server:
+    with running(recipe, tmp_path / "jobs.sqlite3", *flags, **shelf.environment) as server:
         before = [submit(server, LONG) for _ in range(replicas)]  # every place is taken
         wait_for(server, before[0], "running")
         mate = submit(server, {"prompt": "a red apple", "n": MANY, **SHAPE})
@@ -107,7 +100,7 @@ def test_who_kills_two_workers_before_it_is_begun_is_told_and_takes_nobody_along
 
 
 def test_a_worker_that_says_what_nobody_can_read_is_replaced(recipe, shelf, tmp_path):
-    with running(recipe, tmp_path / "jobs.sqlite3", **on_path(shelf)) as server:
+    with running(recipe, tmp_path / "jobs.sqlite3", **shelf.environment) as server:
         guilty = submit(server, {"prompt": "garble", **SHAPE})
         eventually(lambda: worker(server)["starts"] == 2, "another is started")
         server.post(f"/v1/jobs/{guilty}/cancel")
@@ -137,7 +130,7 @@ def test_a_server_that_is_killed_takes_along_a_worker_that_loads(shelf, tiny_rec
     recipe = tmp_path / "for_ever.yaml"
     recipe.write_text(tiny_recipe.read_text().replace("backend: cpu", "backend: for_ever"))
     flags = ("--set", f"layout.data={replicas}")
-    with running(recipe, tmp_path / "jobs", *flags, wait=False, **on_path(shelf)) as server:
+    with running(recipe, tmp_path / "jobs", *flags, wait=False, **shelf.environment) as server:
         eventually(lambda: sum("loads for ever" in line for line in server.log) == replicas, "it loads")
         pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
         assert len(pids) == (1 if replicas == 1 else 3)
@@ -188,7 +181,7 @@ def test_who_waits_for_a_model_that_cannot_be_loaded_is_told(shelf, tiny_recipe,
     recipe = tmp_path / "late.yaml"
     recipe.write_text(tiny_recipe.read_text().replace("backend: cpu", "backend: late"))
     with (
-        running(recipe, tmp_path / "jobs", wait=False, **on_path(shelf)) as server,
+        running(recipe, tmp_path / "jobs", wait=False, **shelf.environment) as server,
         ThreadPoolExecutor(1) as pool,
     ):
         waits = pool.submit(server.draw)

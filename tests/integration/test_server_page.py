@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from server_process import RunningServer, running
+from server_process import RunningServer, eventually, running
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 expect.set_options(timeout=60_000)  # a busy machine is no failure
@@ -180,6 +180,68 @@ def test_a_slow_gallery_has_the_picture_before_the_form_is_free_and_keeps_the_fo
     page.unroute_all(behavior="wait")
 
 
+def test_a_stop_that_comes_before_the_server_has_the_job_stops_it(page, server):
+    page.fill("#count", "128")
+    page.select_option("#shape", "custom")
+    page.fill("#width", "512")
+    page.fill("#height", "512")
+    page.fill("#prompt", "a red apple on the blue")
+    held = []
+    page.route("**/v1/jobs", lambda route: held.append(route))
+    page.click("#go")
+    eventually(lambda: page.wait_for_timeout(10) or held, "the page has asked")
+    page.click("#stop")
+    held[0].continue_()
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    expect(page.locator("#go")).to_be_enabled()
+    (newest,) = server.get("/v1/jobs?limit=1").json["data"]
+    assert (newest["request"]["prompt"], newest["status"]) == ("a red apple on the blue", "cancelled")
+
+
+def test_a_gallery_that_comes_late_does_not_bring_back_what_was_forgotten(page):
+    draw(page, "a pear")
+    tiles, held = page.locator("#gallery button"), []
+    count = tiles.count()
+
+    def hold_the_first(route):
+        if held:
+            route.continue_()
+        else:
+            held.append((route, route.fetch()))
+
+    page.route("**/v1/jobs?limit=60", hold_the_first)
+    page.fill("#prompt", "a plum")
+    page.click("#go")
+    eventually(lambda: page.wait_for_timeout(10) or held, "the plum is drawn")
+    tiles.first.click()
+    expect(page.locator("#viewer-prompt")).to_have_text("a pear")
+    page.click("#viewer-forget")
+    expect(tiles.first).to_have_attribute("aria-label", "Open: a plum")
+    route, early = held[0]
+    route.fulfill(response=early)
+    expect(page.locator("#go")).to_be_enabled()
+    expect(tiles).to_have_count(count)
+    assert "Open: a pear" not in [tiles.nth(k).get_attribute("aria-label") for k in range(2)]
+
+
+def test_pictures_that_are_pasted_at_once_all_become_references_up_to_the_limit(page):
+    page.evaluate(
+        """async () => {
+            const canvas = Object.assign(document.createElement("canvas"), { width: 64, height: 64 });
+            const blob = await new Promise((done) => canvas.toBlob(done));
+            for (let k = 0; k < 2; k++) {
+                const clipboardData = new DataTransfer();
+                for (const name of ["a.png", "b.png"]) {
+                    clipboardData.items.add(new File([blob], name, { type: blob.type }));
+                }
+                document.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true }));
+            }
+        }"""
+    )
+    expect(page.locator("#message")).to_have_text("This model takes at most 3 references.")
+    expect(page.locator("#references img")).to_have_count(3)
+
+
 def test_same_settings_fill_the_form_and_delete_forgets(page):
     page.fill("#seed", "21")
     page.select_option("#shape", "4:3")
@@ -212,6 +274,24 @@ def test_what_is_wrong_is_said_beside_the_form(browser, server):
     page.fill("#height", "10000")
     page.click("#go")
     expect(page.locator("#message")).to_have_text(re.compile("size=100000x10000.*The nearest is"))
+    page.close()
+
+
+def test_what_comes_to_no_end_is_said(browser, server):
+    """A server that stops ends the events of a job without its end; a picture may expire on the stage."""
+    page = browser.new_page()
+    page.goto(server.url)
+    draw(page, "a red apple")
+    page.route("**/v1/pictures/**", lambda route: route.fulfill(status=404, body=""))
+    page.click("#use-result")
+    expect(page.locator("#message")).to_have_text("The picture has expired.")
+    waits = 'event: queued\ndata: {"position": 1}\n\n'
+    page.route("**/events", lambda route: route.fulfill(content_type="text/event-stream", body=waits))
+    page.click("#go")
+    expect(page.locator("#message")).to_have_text(
+        "The server has stopped. What waited goes on when it is back."
+    )
+    expect(page.locator("#go")).to_be_enabled()
     page.close()
 
 

@@ -9,7 +9,8 @@ const SHAPES = [["1:1", "Square"], ["4:3", "Landscape"], ["3:2", "Landscape"], [
   ["2:3", "Portrait"], ["9:16", "Tall"]];
 
 let facts = null; // of the model
-let running = null; // {id, abort} of the job that is shown
+let running = null; // {id, stopped} of the job that is shown
+let asked = 0; // how often the gallery was asked for
 let lastSeed = null;
 let shown = null; // {url, format} of the picture on the stage
 
@@ -30,7 +31,7 @@ function wire() {
   $("shape").addEventListener("change", () => { $("custom").hidden = $("shape").value !== "custom"; });
   $("clear-seed").addEventListener("click", () => { $("seed").value = ""; $("seed").focus(); });
   $("last-seed").addEventListener("click", () => { $("seed").value = lastSeed; });
-  $("use-result").addEventListener("click", () => useAsReference(shown));
+  $("use-result").addEventListener("click", () => useAsReference(shown).catch((error) => say(error.message)));
   $("gallery").addEventListener("keydown", moveInGallery);
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); draw(); }
@@ -97,16 +98,20 @@ async function draw() {
     $("prompt").focus();
     return;
   }
-  const abort = new AbortController();
-  running = { id: null, abort };
+  running = { id: null, stopped: false };
   setBusy(true);
   try {
     const job = await ask("POST", "/v1/jobs", wishFromForm());
     running.id = job.id;
     $("status").textContent = "Waiting for the device…";
-    for await (const [name, data] of eventsOf(`/v1/jobs/${job.id}/events`, abort.signal)) show(name, data);
+    if (running.stopped) await stop();
+    let latest = null;
+    for await (const [name, data] of eventsOf(`/v1/jobs/${job.id}/events`)) show(latest = name, data);
+    if ([null, "queued", "step"].includes(latest)) {
+      throw new Refused("The server has stopped. What waited goes on when it is back.");
+    }
   } catch (error) {
-    if (error.name !== "AbortError") say(error instanceof Refused ? error.message : "The server does not answer.");
+    say(error instanceof Refused ? error.message : "The server does not answer.");
     clearStage();
   } finally {
     await refreshGallery().catch(() => {});
@@ -169,8 +174,8 @@ function clearStage() {
 }
 
 async function stop() {
-  if (!running?.id) return running?.abort.abort();
-  await ask("POST", `/v1/jobs/${running.id}/cancel`).catch(() => {});
+  if (running) running.stopped = true; // for a job that the server is only being told of
+  if (running?.id) await ask("POST", `/v1/jobs/${running.id}/cancel`).catch(() => {});
 }
 
 function setBusy(busy) {
@@ -182,7 +187,9 @@ function setBusy(busy) {
 }
 
 async function refreshGallery() {
+  const turn = ++asked;
   const { data: jobs } = await ask("GET", "/v1/jobs?limit=60");
+  if (turn !== asked) return; // a later one shows what is so now
   const items = jobs.flatMap((job) => job.images.map((image, index) => ({ job, image, index })));
   const focused = $("gallery").contains(document.activeElement) ? document.activeElement.name : null;
   $("gallery-empty").hidden = items.length > 0;

@@ -2,12 +2,12 @@
 
 export class Refused extends Error {}
 
-async function send(method, path, body, signal) {
+async function send(method, path, body) {
   for (;;) {
     const headers = body === undefined ? {} : { "Content-Type": "application/json" };
     const key = sessionStorage.getItem("key");
     if (key) headers.Authorization = `Bearer ${key}`;
-    const answer = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+    const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body) });
     if (answer.status !== 401) return answer;
     await askForKey();
   }
@@ -28,8 +28,8 @@ export async function askForBlob(path) {
 }
 
 // Yields [name, data] of each event. Not EventSource, which cannot send a key.
-export async function* eventsOf(path, signal) {
-  const answer = await send("GET", path, undefined, signal);
+export async function* eventsOf(path) {
+  const answer = await send("GET", path);
   if (!answer.ok) throw new Refused((await answer.json()).error.message);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

@@ -29,12 +29,14 @@ async function addAll(files) {
   for (const file of files) {
     if (!file.type.startsWith("image/")) {
       complain(`${file.name}: not a picture.`);
-    } else if (list.length >= limit()) {
+      continue;
+    }
+    const url = await dataUrl(file); // others may come while it is read
+    if (list.length >= limit()) {
       complain(limit() ? `This model takes at most ${limit()} references.` : "This model takes no references.");
       break;
-    } else {
-      list = [...list, await dataUrl(file)];
     }
+    list = [...list, url];
   }
   show();
 }
