@@ -264,16 +264,18 @@ def test_a_stop_finishes_what_was_accepted_and_a_second_one_does_not(slow, tmp_p
         assert more.result(300).status == 200
         assert server.process.wait(300) == 0
         assert not Path(f"/proc/{worker}").exists()
-    with running(slow, jobs, "--max-images", "128") as server, ThreadPoolExecutor(1) as pool:
+    with running(slow, jobs, "--max-images", "128") as server, ThreadPoolExecutor(2) as pool:
         drawn, waiting = submit(server, LONG), submit(server, SHORT)
         wait_for(server, drawn, "running")
         asked = pool.submit(server.post, "/v1/images/generations", SHORT)
+        told = pool.submit(events_of, server, waiting)
         eventually(lambda: server.get("/server_info").json["queue"]["waiting"] == 2, "two wait")
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.get("/ready").status == 503, "it drains")
         server.process.send_signal(signal.SIGTERM)
         answer = asked.result(300)
         assert (answer.status, answer.error["code"]) == (503, "draining")
+        assert {name for name, _ in told.result(60)} == {"queued"}, "its end is still to come"
         assert server.process.wait(300) == 0
         assert not any("Traceback" in line for line in server.log)
     assert not jobs.with_name(f"{jobs.name}-wal").exists()

@@ -6,6 +6,7 @@ import resource
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from server_process import RunningServer, eventually, running
@@ -80,8 +81,8 @@ from portable_dit.server.settings import Settings
 
 service.EXPIRY_SECONDS = 0.1
 settings = Settings(port=0, jobs=Path(sys.argv[2]), keep_seconds=1.0)
-say = lambda text: print(text, flush=True)
-serve(load_recipe(sys.argv[1]), settings, log=say, on_bound=say)
+log = lambda line: print(line, file=sys.stderr, flush=True)
+serve(load_recipe(sys.argv[1]), settings, log=log, on_bound=lambda port: print(port, flush=True))
 """
 
 
@@ -95,16 +96,18 @@ def test_old_pictures_are_dropped_after_the_disk_was_full(tiny_recipe: Path, tmp
         return count
 
     command = [sys.executable, "-c", SERVE, str(tiny_recipe), str(jobs)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
         try:
-            lines = iter(process.stdout.readline, "")
-            port = next(line for line in lines if line.strip().isdecimal()).strip()
-            server = RunningServer(f"http://127.0.0.1:{port}", process)
+            server = RunningServer(f"http://127.0.0.1:{process.stdout.readline().strip()}", process)
+            reader = threading.Thread(target=lambda: server.log.extend(process.stderr))
+            reader.start()
             assert server.draw(**SHORT, response_format="url").status == 200
             fill_disk(process.pid)
-            assert any("old pictures cannot be dropped" in line for line in lines)
+            eventually(lambda: any("old pictures cannot be dropped" in line for line in server.log), "told")
             assert kept() == 1
             free_disk(process.pid)
             eventually(lambda: not kept(), "it is dropped")
         finally:
             process.kill()
+            reader.join(60)
