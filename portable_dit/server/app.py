@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from portable_dit import __version__
 from portable_dit.recipe import Recipe
 from portable_dit.server import chat, images, jobs, schema, status
-from portable_dit.server.gate import Gate
+from portable_dit.server.gate import ANSWER_HEADERS, Gate
 from portable_dit.server.messages import LoadFailed
 from portable_dit.server.refusal import ApiError, error_body
 from portable_dit.server.service import Service
@@ -127,4 +127,5 @@ async def answer_unstored(http: Request, error: Exception) -> Response:
 async def answer_bug(http: Request, error: Exception) -> Response:
     """Something that should not happen; the server's log has the traceback."""
     message = "The server failed on this request. Its log says why, under the id in X-Request-Id."
-    return JSONResponse(error_body(500, message, code="bug"), 500)
+    headers = {**ANSWER_HEADERS, "X-Request-Id": http.state.id}
+    return JSONResponse(error_body(500, message, code="bug"), 500, headers)

@@ -22,7 +22,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from portable_dit.server.metrics import Metrics
-from portable_dit.server.refusal import ApiError
+from portable_dit.server.refusal import CLIENT_LEFT, ApiError
 from portable_dit.server.settings import Limits, Settings
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -60,14 +60,20 @@ class Gate:
         headers = Headers(scope=scope)
         start = time.perf_counter()
         visit = _Visit(self.settings.limits, headers, receive, send)
+        state = scope.setdefault("state", {})
+        state["id"] = visit.id
+        failed = True
         try:
             visit.check_length()
             self._check_caller(headers)
-            scope.setdefault("state", {})["client"] = self._client(scope, headers)
+            state["client"] = self._client(scope, headers)
             await self.app(scope, visit.receive, visit.send)
+            failed = False
         except ApiError as error:  # raised before a route was reached
             await _send_error(error, visit.send)
         finally:
+            if failed and not visit.status:
+                visit.status = 500  # as the application answers a bug, around this
             path = getattr(scope.get("route"), "path", "other")
             self.metrics.http_requests.labels(path, visit.status or "none").inc()
             if path not in QUIET_PATHS:
@@ -129,6 +135,7 @@ class _Visit:
         self.status = 0
         self._limits = limits
         self._length = headers.get("content-length", "0")
+        self._has_body = self._length != "0" or "transfer-encoding" in headers
         self._is_json = "json" in headers.get("content-type", "")
         self._receive, self._send = receive, send
         self._arrived = self._values = 0
@@ -152,6 +159,8 @@ class _Visit:
         except asyncio.TimeoutError as error:
             seconds = self._limits.body_seconds
             raise self._refusal(408, f"The body was not here after {seconds:g} s.", "too_slow") from error
+        if message["type"] == "http.disconnect" and self._has_body:
+            raise ApiError(CLIENT_LEFT, "The caller has left in the middle of the body.")
         if message["type"] == "http.request":
             piece = message.get("body", b"")
             self._whole = not message.get("more_body", False)

@@ -358,6 +358,20 @@ def test_addresses_are_not_fetched_unless_allowed(server):
         assert (answer.status, answer.error["code"]) == (400, "invalid_reference")
 
 
+@pytest.mark.parametrize(
+    ("path", "kind", "body"),
+    [
+        ("/v1/images/edits", "multipart/form-data; boundary=x", b"--x\r\nContent-Disposition: form-data; na"),
+        ("/v1/jobs", JSON, b'{"prompt": '),
+    ],
+)
+def test_who_leaves_in_the_middle_of_a_body_is_no_failure_of_the_server(server, path, kind, body):
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 1000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as leaves:
+        leaves.sendall(head.encode() + body)
+    eventually(lambda: any(f" POST {path} 499 " in line for line in server.log), "it is told")
+
+
 def test_slow_callers_hold_nobody_up(server):
     """Fifty connections that send nothing, and a body that never ends, beside one that wants a picture."""
     silent = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(50)]

@@ -71,6 +71,22 @@ def test_pictures_whose_time_is_over_are_gone_at_once(tiny_recipe, tmp_path):
         assert (gone.status, gone.error["code"]) == (410, "expired")
 
 
+def test_a_failure_of_the_server_has_an_id_under_which_the_log_tells_it(tiny_recipe, tmp_path):
+    """Here a job that somebody else's hand has changed in the file."""
+    with running(tiny_recipe, tmp_path / "jobs.sqlite3", wait=False) as server:
+        with sqlite3.connect(tmp_path / "jobs.sqlite3") as database:
+            row = ("broken", "peer 127.0.0.1", 0.0, "finished", "no JSON", "[]", None, None, None)
+            database.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        database.close()
+        answer = server.get("/v1/jobs/broken")
+        assert (answer.status, answer.error["code"]) == (500, "bug")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        begin = f"{answer.headers['x-request-id']} GET /v1/jobs/{{id}} 500 "
+        eventually(lambda: any(line.startswith(begin) for line in server.log), "it is told under its id")
+        eventually(lambda: any("JSONDecodeError" in line for line in server.log), "and why")
+        assert 'path="/v1/jobs/{id}",status="500"} 1.0' in server.get("/metrics").body.decode()
+
+
 SERVE = """
 import sys
 from pathlib import Path
@@ -98,10 +114,10 @@ def test_old_pictures_are_dropped_after_the_disk_was_full(tiny_recipe: Path, tmp
     command = [sys.executable, "-c", SERVE, str(tiny_recipe), str(jobs)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
+        server = RunningServer(f"http://127.0.0.1:{process.stdout.readline().strip()}", process)
+        reader = threading.Thread(target=lambda: server.log.extend(process.stderr))
+        reader.start()
         try:
-            server = RunningServer(f"http://127.0.0.1:{process.stdout.readline().strip()}", process)
-            reader = threading.Thread(target=lambda: server.log.extend(process.stderr))
-            reader.start()
             assert server.draw(**SHORT, response_format="url").status == 200
             fill_disk(process.pid)
             eventually(lambda: any("old pictures cannot be dropped" in line for line in server.log), "told")
