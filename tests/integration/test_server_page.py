@@ -258,6 +258,23 @@ def test_same_settings_fill_the_form_and_delete_forgets(page):
     expect(page.locator("#gallery button")).to_have_count(count - 1)
 
 
+def test_settings_that_the_form_has_no_words_for_become_the_size_that_was_drawn(browser, server):
+    """Jobs of other programs are in the gallery too."""
+    for wish, shape in (({"aspect_ratio": "5:4"}, "custom"), ({"size": "auto"}, "")):
+        job = server.post("/v1/jobs", {"prompt": "a red apple", **wish}).json["id"]
+        drawn = eventually(lambda job=job: server.get(f"/v1/jobs/{job}").json["images"], "it is drawn")
+        page = browser.new_page()
+        page.goto(server.url)
+        page.locator("#gallery button").first.click()
+        page.click("#viewer-again")
+        expect(page.locator("#shape")).to_have_value(shape)
+        if shape == "custom":
+            width, height = drawn[0]["size"].split("x")
+            expect(page.locator("#width")).to_have_value(width)
+            expect(page.locator("#height")).to_have_value(height)
+        page.close()
+
+
 def test_what_is_wrong_is_said_beside_the_form(browser, server):
     page = browser.new_page()
     page.goto(server.url)

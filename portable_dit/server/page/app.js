@@ -250,9 +250,12 @@ function takeSettings({ job, image }) {
   $("prompt").value = wish.prompt;
   $("count").value = wish.n ?? 1;
   $("format").value = wish.output_format ?? "png";
-  $("shape").value = wish.size ? "custom" : wish.aspect_ratio ?? "";
-  $("custom").hidden = !wish.size;
-  if (wish.size) [$("width").value, $("height").value] = wish.size.split("x");
+  const ratio = wish.aspect_ratio ?? "";
+  const isListed = [...$("shape").options].some((option) => option.value === ratio);
+  const size = wish.size && wish.size !== "auto" ? wish.size : isListed ? null : image.size;
+  $("shape").value = size ? "custom" : ratio;
+  $("custom").hidden = !size;
+  if (size) [$("width").value, $("height").value] = size.split("x");
   $("resolution").value = wish.resolution ?? "";
   $("seed").value = image.seed;
   closeViewer();
