@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from portable_dit.cli.wishes import Wishes
 from portable_dit.errors import OutputError, RequestError, UserError, at_most, near
 from portable_dit.image import FORMATS, format_of
 from portable_dit.paths import read_at_most
@@ -52,29 +53,6 @@ OTHER_NAMES = {"num_inference_steps": "steps", "n": "images", "image": "referenc
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """The flags of `run` as they were given."""
-
-    prompt: str | None
-    prompts: Path | None
-    references: tuple[str, ...]
-    size: str | None
-    width: int | None
-    height: int | None
-    aspect_ratio: str | None
-    resolution: str | None
-    steps: int | None
-    guidance_scale: float | None
-    guidance_rescale: float
-    use_system_prompt: str | None
-    system_prompt: str | None
-    seed: int
-    images: int
-    output: Path | None
-    format: str | None
-
-
-@dataclass(frozen=True)
 class Job:
     """One request and its output. place: "file:line: " for messages, empty for the only one."""
 
@@ -94,14 +72,14 @@ def read_jobs(wishes: Wishes) -> tuple[Job, ...]:
         size=_size(wishes),
         aspect_ratio=wishes.aspect_ratio,
         resolution=wishes.resolution,
-        steps=wishes.steps,
+        steps=wishes.num_inference_steps,
         guidance_scale=wishes.guidance_scale,
         guidance_rescale=wishes.guidance_rescale,
         use_system_prompt=wishes.use_system_prompt,
         system_prompt=None if wishes.system_prompt is None else read_prompt(wishes.system_prompt),
         seed=wishes.seed,
-        images=wishes.images,
-        references=wishes.references,
+        images=wishes.num_images,
+        references=tuple(wishes.image or ()),
     )
     if wishes.prompt is not None:
         job = Job(replace(common, prompt=read_prompt(wishes.prompt)), _output(wishes, wishes.format), "")

@@ -5,6 +5,7 @@
         recipe = wish.load()
 
 The decorator swaps the parameter `wish` for the flags; the command sees a recipe's name and dotted overrides.
+Any other parameter whose type is a dataclass it swaps for a flag for each field.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -147,7 +148,17 @@ FLAGS = (
 def recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     """The command with --recipe, --set and every flag of FLAGS instead of its parameter `wish`."""
     own = inspect.signature(command, eval_str=True)
-    parameters = [p for name, p in own.parameters.items() if name != "wish"]
+    groups: dict[str, type[Any]] = {
+        name: p.annotation
+        for name, p in own.parameters.items()
+        if name != "wish" and isinstance(p.annotation, type) and is_dataclass(p.annotation)
+    }
+    parameters = [
+        flag
+        for name, p in own.parameters.items()
+        if name != "wish"
+        for flag in (_flags_of(groups[name]) if name in groups else [p])
+    ]
     added = (_recipe_option(), _set_option(), *(flag.option() for flag in FLAGS))
     names = {p.name for p in added}
 
@@ -155,6 +166,8 @@ def recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     def with_flags(*args: Any, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in names}
         overrides = collect_overrides(given, given["settings"] or [])
+        for name, group in groups.items():
+            kwargs[name] = group(**{one.name: kwargs.pop(one.name) for one in fields(group)})
         command(*args, wish=RecipeWish(given["recipe"], overrides), **kwargs)
 
     keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
@@ -162,6 +175,17 @@ def recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     with_flags.__signature__ = signature  # type: ignore[attr-defined]
     with_flags.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     return with_flags
+
+
+def _flags_of(group: type[Any]) -> list[inspect.Parameter]:
+    """A parameter for each field of a dataclass of flags."""
+    kinds = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kinds[one.name]
+        )
+        for one in fields(group)
+    ]
 
 
 def collect_overrides(given: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from portable_dit.cli.options import JsonFlag, RecipeWish, StrictFlag, recipe_flags
 from portable_dit.cli.terminal import as_json
+from portable_dit.cli.wishes import Wishes
 from portable_dit.errors import OutputError, RequestError, at_most
 
 if TYPE_CHECKING:
@@ -47,75 +48,15 @@ class Work:
 @recipe_flags
 def run(
     wish: RecipeWish,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="What to draw; - reads stdin, @FILE a file.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Several prompts, one per line; .jsonl lines may set more keys."),
-    ] = None,
-    image: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A reference image to edit; repeatable.")
-    ] = None,
-    size: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the picture in pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width in pixels, together with --height.")] = None,
-    height: Annotated[int | None, typer.Option(help="Height in pixels, together with --width.")] = None,
-    aspect_ratio: Annotated[
-        str | None, typer.Option(metavar="W:H", help="Shape at the model's default area, as in 16:9.")
-    ] = None,
-    resolution: Annotated[
-        str | None, typer.Option(metavar="1K|2K|4K", help="Area by name, alone or with --aspect-ratio.")
-    ] = None,
-    num_inference_steps: Annotated[int | None, typer.Option(help="Denoise steps.")] = None,
-    guidance_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance.")] = None,
-    guidance_rescale: Annotated[
-        float, typer.Option(help="How much of guidance's added contrast to take back, 0 to 1.")
-    ] = 0.0,
-    use_system_prompt: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A system prompt of the checkpoint's, as in en_unified."),
-    ] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="One of your own; @FILE reads a file.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first image; image k uses seed + k.")] = 0,
-    num_images: Annotated[int, typer.Option("-n", "--num-images", help="Images per prompt.")] = 1,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="Where to write, as .png, .jpg, .jpeg or .webp; several become name-1, name-2, ...",
-        ),
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="png, jpeg or webp; else by the name of -o, without one PNG.")
-    ] = None,
+    wishes: Wishes,
     strict: StrictFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Draw pictures from prompts."""
     from portable_dit.catalog import read_spec
-    from portable_dit.cli.jobs import Wishes, read_jobs
+    from portable_dit.cli.jobs import read_jobs
     from portable_dit.setup import fetch, resolve_request, set_up
 
-    wishes = Wishes(
-        prompt=prompt,
-        prompts=prompts,
-        references=tuple(image or ()),
-        size=size,
-        width=width,
-        height=height,
-        aspect_ratio=aspect_ratio,
-        resolution=resolution,
-        steps=num_inference_steps,
-        guidance_scale=guidance_scale,
-        guidance_rescale=guidance_rescale,
-        use_system_prompt=use_system_prompt,
-        system_prompt=system_prompt,
-        seed=seed,
-        images=num_images,
-        output=output,
-        format=format,
-    )
     jobs = read_jobs(wishes)
     recipe = wish.load()
     spec = read_spec(recipe)
