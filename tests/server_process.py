@@ -39,6 +39,8 @@ class Answer:
 
 @dataclass
 class RunningServer:
+    """log: the lines of its stderr, all of them when it has ended."""
+
     url: str
     process: subprocess.Popen[str]
     log: list[str] = field(default_factory=list)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, reject, settings, strategies
 from PIL import Image
 from png_files import chunk, png_file
 from server_process import Answer, RunningServer, eventually, running
@@ -29,10 +29,10 @@ def server(tiny_recipe: Path, tmp_path_factory) -> Iterator[RunningServer]:
     with running(tiny_recipe, jobs, "--max-body-mib", "2", "--max-images", "4") as server:
         yield server
         assert server.process.poll() is None, "".join(server.log)
-        assert "Traceback" not in "".join(server.log)
         answer = server.draw(size="64x64")
         assert answer.status == 200, "after all of this it still draws"
         assert server.get("/server_info").json["workers"][0]["starts"] == 1, "and with the same worker"
+    assert "Traceback" not in "".join(server.log)
 
 
 def bomb() -> bytes:
@@ -405,13 +405,9 @@ def test_keys_are_needed_where_they_are_given_and_are_never_logged(tiny_recipe, 
         url = answer.json["data"][0]["url"].removeprefix(server.url)
         assert server.get(url).status == 200, "the address itself is the permission"
         assert server.stop() == 0
-        everything = (
-            "".join(server.log) + Path(f"{jobs}-wal").read_text("latin-1")
-            if Path(f"{jobs}-wal").exists()
-            else "".join(server.log)
-        )
-    assert KEY not in everything
-    assert KEY.encode() not in jobs.read_bytes()
+    assert KEY not in "".join(server.log)
+    for file in jobs.parent.glob(f"{jobs.name}*"):
+        assert KEY.encode() not in file.read_bytes(), file
 
 
 def test_a_site_that_may_call_may_do_so_with_a_key_and_reads_refusals(tiny_recipe, tmp_path):
@@ -478,8 +474,18 @@ def test_nothing_that_our_own_schema_allows_or_forbids_breaks_the_server(api):
 
 
 def _given(operation):
-    from hypothesis import given
+    """With one case of the operation at a time, right or wrong."""
+    modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
+    cases = strategies.one_of(operation.as_strategy(generation_mode=mode) for mode in modes)
 
-    modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
-    strategy = operation.as_strategy(generation_mode=modes[0])
-    return given(case=strategy | operation.as_strategy(generation_mode=modes[1]))
+    @strategies.composite
+    def drawable(draw):
+        try:
+            return draw(cases)
+        except ValueError as error:
+            # schemathesis 4.32, at times: it has its own form of a file's bytes judged by what knows no such.
+            if "Unsupported type: 'Binary'" in str(error):
+                reject()
+            raise
+
+    return given(case=drawable())

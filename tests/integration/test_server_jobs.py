@@ -277,7 +277,7 @@ def test_a_stop_finishes_what_was_accepted_and_a_second_one_does_not(slow, tmp_p
         assert (answer.status, answer.error["code"]) == (503, "draining")
         assert {name for name, _ in told.result(60)} == {"queued"}, "its end is still to come"
         assert server.process.wait(300) == 0
-        assert not any("Traceback" in line for line in server.log)
+    assert not any("Traceback" in line for line in server.log)
     assert not jobs.with_name(f"{jobs.name}-wal").exists()
     with running(slow, jobs, "--max-images", "128") as server:
         assert job(server, drawn)["status"] == "interrupted"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 0.5  # of patience, in either direction
+SECONDS = 1.0  # of patience, in either direction
 SERVE = """
 import sys
 from pathlib import Path

@@ -347,7 +347,7 @@ def test_the_plan_says_what_each_rank_sends_in_a_step(drawn):
 def test_layers_that_quantise_their_input_differ_from_one_process_in_the_order_of_sums_alone(drawn, alone):
     jobs, answers = drawn
     probed = [job for job in jobs if job.probe]
-    assert probed
+    assert probed or not any("tensor" in job.name for job in jobs), "three processes split no layer"
     for job in probed:
         model = job.name.split("|")[0]
         assert not too_far(answers[job.name], model, alone), job.name
