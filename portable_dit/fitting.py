@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from portable_dit.models.spec import COMPONENTS, ModelSpec, Workload
 from portable_dit.recipe_rules import Findings
 
 GIB = 2**30
+MOVING = ("component", "layerwise")
 LONG_PROMPT = 8  # times the tokens that a plan counts with
 # What to try when a plan does not fit, one on top of the other: what costs the least time comes first.
 SAVINGS = (
@@ -83,8 +84,19 @@ def as_much_at_once_as_fits(
     return workload, size
 
 
-def verdict(size: Footprint, measure: Callable[[Offload], Footprint], offload: Offload) -> str:
-    """One sentence for people: whether it fits, by how much, and if not, what would."""
+def verdict(
+    size: Footprint,
+    measure: Callable[[Offload, Mapping[str, str]], Footprint],
+    offload: Offload,
+    *,
+    eight_bits: Mapping[str, str],
+    captured: Collection[str],
+) -> str:
+    """One sentence for people: whether it fits, by how much, and if not, what would.
+
+    measure: of other places of weights, and other formats by component. eight_bits: formats that components
+    without one could have. captured: components whose calls shall be captured, so that they may not move.
+    """
     where = "memory" if size.shared else "device memory"
     need = f"{_gib(size.peak)} of {_gib(size.device_limit)} {where} at the peak ({size.peak_stage})"
     if size.in_use:
@@ -97,31 +109,59 @@ def verdict(size: Footprint, measure: Callable[[Offload], Footprint], offload: O
             return f"does not fit: {need}. It would with graphs.memory_gib={size.left * 100 // GIB / 100:g}."
     if not size.fits_host:
         need += f", {_gib(size.host)} of {_gib(size.host_limit)} host memory"
-    if size.shared:
-        if size.host > size.peak:
-            need += f" of one process, {_gib(size.host)} in all"
-        return f"does not fit: {need}. A smaller size or a machine with more memory is needed."
-    way_out = _way_out(measure, offload)
-    if way_out is None:
-        return f"does not fit: {need}, nor would it with everything offloaded. Try a format of 8 bits."
-    return f"does not fit: {need}. It would with {way_out}."
+    if size.shared and size.host > size.peak:
+        need += f" of one process, {_gib(size.host)} in all"
+    keys = None if size.shared else _way_out(measure, offload, captured, eight_bits)
+    if keys is not None:
+        return f"does not fit: {need}. It would with {keys}."
+    alone = "" if size.shared else ", nor would it with everything offloaded and in 8 bits"
+    return f"does not fit: {need}{alone}. A smaller size or a machine with more memory is needed."
 
 
-def _way_out(measure: Callable[[Offload], Footprint], offload: Offload) -> str | None:
-    """The keys with which it would fit, None where there are none."""
-    for count in range(offload.resident_blocks - 1, -1, -1):
-        if measure(replace(offload, resident_blocks=count)).fits:
-            return f"offload.resident_blocks={count}"
-    offload = replace(offload, resident_blocks=0)
-    order = ("none", "component", "layerwise")
+def _way_out(
+    measure: Callable[[Offload, Mapping[str, str]], Footprint],
+    offload: Offload,
+    captured: Collection[str],
+    eight_bits: Mapping[str, str],
+) -> str | None:
+    """The keys with which it would fit, None where there are none; fewer bits only where moving is no help."""
+    names = tuple(name for name in ("dit", "text_encoder") if name in eight_bits)
+    for chosen in dict.fromkeys(((), *((name,) for name in names), names)):
+        formats = {name: eight_bits[name] for name in chosen}
+        moved = _places_that_fit(measure, offload, formats)
+        if moved is not None:
+            keys = [f"quantization.{name}={format}" for name, format in formats.items()]
+            keys += [f"offload.{name}={place}" for name, place in moved.items()]
+            keys += [f"graphs.{name}=auto" for name in captured if moved.get(name) in MOVING]
+            return " ".join(keys)
+    return None
+
+
+def _places_that_fit(
+    measure: Callable[[Offload, Mapping[str, str]], Footprint], offload: Offload, formats: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """What of `offload` to change so that it fits, no more than is needed; None where nothing helps."""
+
+    def fits(places: Offload) -> bool:
+        return measure(places, formats).fits
+
+    for count in range(offload.resident_blocks, -1, -1):
+        if fits(replace(offload, resident_blocks=count)):
+            return {} if count == offload.resident_blocks else {"resident_blocks": count}
+    changes: dict[str, Any] = {"resident_blocks": 0} if offload.resident_blocks else {}
+    order = ("none", *MOVING)
     for name, placement in SAVINGS:
         if order.index(offload.of(name)) < order.index(placement):
-            change: dict[str, Any] = {name: placement}
-            offload = replace(offload, **change)
-            if measure(offload).fits:
-                moved = (n for n in COMPONENTS if offload.of(n) != "none")
-                return " ".join(f"offload.{n}={offload.of(n)}" for n in moved)
-    return None
+            changes[name] = placement
+            if fits(replace(offload, **changes)):
+                break
+    else:
+        return None
+    for name in [*changes]:
+        fewer = {other: place for other, place in changes.items() if other != name}
+        if fits(replace(offload, **fewer)):
+            changes = fewer
+    return {name: changes[name] for name in (*COMPONENTS, "resident_blocks") if name in changes}
 
 
 def _gib(size: int) -> str:

@@ -141,7 +141,8 @@ def _attention(
     if picked is None:
         why = found.refusals[-1].detail
         found.problems.append(
-            f"attention={wish}: this kernel does not serve the {component}: {why}. Say auto, or name another."
+            f"attention={wish}: this kernel does not serve the {component}: {why}. "
+            "Say attention=auto, or name another."
         )
     return picked or PLAIN
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from portable_dit.capabilities import Capabilities, KernelLists
@@ -182,7 +183,13 @@ def make_plan(
             branches=_branches(recipe, spec),
             quantizing=choices.quantizing["dit"],
         ),
-        verdict=verdict(size, partial(measure, workload), offload),
+        verdict=verdict(
+            size,
+            partial(measure, workload),
+            offload,
+            eight_bits=_eight_bits(spec, capabilities, formats),
+            captured=[name for name in ("dit", "vae") if getattr(recipe.graphs, name) is True],
+        ),
         values=recipe.values(),
         provenance=recipe.provenance,
     )
@@ -222,20 +229,28 @@ def _measure(
     layout: Layout,
     scores: Callable[[Workload], Mapping[str, int]],
     graphs: Mapping[str, bool],
-) -> Callable[[Workload, Offload], Footprint]:
-    """`measure_footprint` with what is decided; what is left are the workload and where weights rest."""
+) -> Callable[..., Footprint]:
+    """`measure_footprint` with what is decided, of (workload, where weights rest, other formats if any)."""
     for_graphs = round((recipe.graphs.memory_gib or 0) * GIB) if any(graphs.values()) else 0
-    return lambda workload, offload: measure_footprint(
+    return lambda workload, offload, formats=MappingProxyType({}): measure_footprint(
         spec,
         capabilities,
         workload,
-        numbers=numbers,
+        numbers={**numbers, **{n: replace(numbers[n], format=format) for n, format in formats.items()}},
         offload=offload,
         layout=layout,
         device_limit=memory_limit(recipe, capabilities),
         extra_activations=scores(workload),
         graphs=for_graphs,
     )
+
+
+def _eight_bits(
+    spec: ModelSpec, capabilities: Capabilities, formats: Mapping[str, str | None]
+) -> dict[str, str]:
+    """A format of 8 bits for each component that has layers for one and none yet."""
+    likely = next((name for name in ("fp8_row", "int8_row") if capabilities.multiplies(name)), "fp8_row")
+    return {name: likely for name, globs in _patterns(spec).items() if globs and formats[name] is None}
 
 
 def _layout(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings) -> Layout:

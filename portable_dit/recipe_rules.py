@@ -57,9 +57,13 @@ def check_device(recipe: Recipe, capabilities: Capabilities, layout: Layout, fou
         )
     count = asked.count or layout.world
     if count > capabilities.count and recipe.executor != "ray":
+        there = f"{capabilities.count} x {device.name}"
+        fewer = f"device.count={layout.world}, which the layout uses"
+        if layout.world > capabilities.count:
+            fewer = "a layout of no more than that, and its device.count"
         found.problems.append(
-            f"device.count={count}: this machine has {capabilities.count} x {device.name}. "
-            f"Say device.count={capabilities.count} or less, or executor=ray to use several machines."
+            f"device.count={count}: this machine has {there}. Say {fewer}, or executor=ray to use several "
+            "machines."
         )
     unused = capabilities.unused_bytes
     has = f"{device.name} has {device.total_bytes / GIB:.2f} GiB"
@@ -138,7 +142,7 @@ def choose_dtypes(
         owner = spec.id if asked not in spec.dtypes else device
         rule = "does not keep its pictures in" if owner == spec.id else "does not compute in"
         found.problems.append(
-            f"precision={asked}: {owner} {rule} {asked}. Say auto, or {' or '.join(usable)}."
+            f"precision={asked}: {owner} {rule} {asked}. Say precision=auto, or {' or '.join(usable)}."
         )
     full = [name for name in spec.float32_components if dtype != "float32"]
     if full:
@@ -245,7 +249,7 @@ def choose_graphs(
         if asked is True and not limits.supported:
             found.problems.append(
                 f"graphs.{name}=true: backend {capabilities.device.backend} captures no graphs on "
-                f"{capabilities.device.name}. Say auto or false."
+                f"{capabilities.device.name}. Say graphs.{name}=auto, or false."
             )
         elif asked is True and moved:
             found.problems.append(

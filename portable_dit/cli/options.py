@@ -220,8 +220,11 @@ def as_flags(message: str) -> str | None:
 
     Messages speak of `key=value`, which is right for files, Python and this command line alike.
     """
-    settings = [setting for found in ADVICE.finditer(message) for setting in found[1].split()]
-    flags = " ".join(f"--set {setting}" for setting in dict.fromkeys(settings))
+    settings: dict[str, str] = {}
+    for found in ADVICE.finditer(message):
+        for setting in found[1].split():
+            settings.setdefault(setting.partition("=")[0], setting)  # a key can be said once
+    flags = " ".join(f"--set {setting}" for setting in settings.values())
     return f"On the command line: {flags}" if flags else None
 
 

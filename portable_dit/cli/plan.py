@@ -64,7 +64,7 @@ def plan(
     else:
         show(made)
         if not made.fits and (other := _recipe_that_fits(made, capabilities, kernels)):
-            typer.echo(f"A recipe for it that fits: --recipe {other}")
+            typer.echo(other)
     raise typer.Exit(0 if made.fits else DOES_NOT_FIT)
 
 
@@ -147,18 +147,30 @@ def find_machine(machine: str | None, recipe: Recipe) -> tuple[Capabilities, Ker
 
 
 def _recipe_that_fits(plan: Plan, capabilities: Capabilities, kernels: KernelLists | None) -> str | None:
-    """The first recipe by name for this model and this very device with which the request fits.
+    """A sentence on the first recipe by name, for this model and this very device, in which the request fits.
 
-    A limit on the device's memory that was wished stays.
+    With all that the flags say, else with nothing of it but a limit on the device's memory.
     """
+    flags = {key: value for key, value in plan.values.items() if plan.provenance[key] == "flag"}
+    if name := _first_that_fits(plan, flags, capabilities, kernels):
+        return f"A recipe for it that fits: --recipe {name}"
+    kept = {key: flags[key] for key in flags if key == "device.memory_gib"}
+    if kept != flags and (name := _first_that_fits(plan, kept, capabilities, kernels)):
+        rest = ", ".join(key for key in flags if key not in kept)
+        return f"A recipe for it that fits, without {rest}: --recipe {name}"
+    return None
+
+
+def _first_that_fits(
+    plan: Plan, flags: Mapping[str, Any], capabilities: Capabilities, kernels: KernelLists | None
+) -> str | None:
     from portable_dit.catalog import load_recipe, named_recipes, read_spec
     from portable_dit.errors import UserError
     from portable_dit.plan import make_plan
 
-    limit = plan.values["device.memory_gib"]
     for name, path in named_recipes().items():
         try:
-            recipe = load_recipe(path, None if limit is None else {"device.memory_gib": limit})
+            recipe = load_recipe(path, flags)
             device = recipe.device.name
             if recipe.model != plan.model or not device or not plan.device.startswith(device):
                 continue

@@ -243,6 +243,21 @@ def test_a_plan_that_does_not_fit_names_flags_and_a_recipe_that_does():
     assert not [note for note in told["notes"] if note["code"] in ("tiles", "batch", "resident_blocks")]
 
 
+def test_a_recipe_that_fits_does_so_with_the_flags_or_says_without_which():
+    flags = ("--max-vram", 14, "--size", "4096x4096", "--set", "offload.resident_blocks=30")
+    kept = on_machine("nvidia/rtx4090/h3-image-1x-fp8", "rtx-4090", *flags)
+    assert kept.exit_code == 3
+    without = "A recipe for it that fits, without offload.resident_blocks: --recipe "
+    assert kept.stdout.splitlines()[-1].startswith(without)
+    wide = ("--precision", "float32")
+    done = on_machine("nvidia/rtx4090/h3-image-1x-bf16", "rtx-4090", *wide)
+    *_, other = done.stdout.splitlines()
+    assert (done.exit_code, other) == (
+        3,
+        "A recipe for it that fits, without precision: --recipe nvidia/rtx4090/h3-image-1x-bf16",
+    )
+
+
 def test_a_refusal_says_how_its_keys_are_said_as_flags(weights):
     machine = ("--machine", MACHINES / "h200.json")
     done = call("plan", "--set", weights, *machine)
@@ -260,6 +275,7 @@ def test_a_refusal_says_how_its_keys_are_said_as_flags(weights):
         ("Say executor=mp, or auto.", "--set executor=mp"),
         ("Say a.b=1 or less.\n  x: no. Try c=2.\n  y: no. Say a.b=1.", "--set a.b=1 --set c=2"),
         ("layout.ring=3: too many. Say less.", None),
+        ("a.b: no. Say a.b=1.\n  a.b: no. Say a.b=2, or c=3.", "--set a.b=1"),
     ],
 )
 def test_what_a_message_advises_is_found_in_it(message, flags):

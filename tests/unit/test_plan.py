@@ -71,7 +71,7 @@ def test_automatic_precision_follows_the_machine_and_says_so():
 
 def test_a_precision_that_the_machine_or_the_model_lacks_is_refused():
     said = refused({"precision": "bfloat16"}, on="cpu-without-bf16")
-    assert "Intel Xeon E5-2690 v4 does not compute in bfloat16. Say auto, or float32" in said
+    assert "Intel Xeon E5-2690 v4 does not compute in bfloat16. Say precision=auto, or float32" in said
     assert "h3-mini does not keep its pictures in float16" in refused({"precision": "float16"}, on="h200")
 
 
@@ -108,6 +108,15 @@ def test_all_problems_come_in_one_message():
     ):
         assert key in said
     assert "14 problems" in said
+
+
+def test_more_devices_than_there_are_is_never_answered_with_a_count_that_the_layout_refuses():
+    said = refused({"layout": {"ulysses": 8}, "device": {"count": 8}}, on="rtx-4090", spec=FULL_SPEC)
+    assert "this machine has 2 x NVIDIA GeForce RTX 4090. Say a layout of no more than that" in said
+    assert "Say device.count=" not in said
+    said = refused({"device": {"count": 3}}, on="rtx-4090", spec=FULL_SPEC)
+    assert said.count("Say device.count=1") == 2
+    assert planned({"device": {"count": 1}}, on="rtx-4090", spec=FULL_SPEC)
 
 
 @pytest.mark.parametrize("axis", ["guidance", "expert"])

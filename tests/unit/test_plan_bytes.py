@@ -26,6 +26,7 @@ from portable_dit.recipe import FORMATS as RECIPE_FORMATS
 from portable_dit.recipe import make_recipe
 from portable_dit.request import Request
 from portable_dit.setup import resolve_request, set_up
+from portable_dit.yaml_lines import parse_value
 
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
 MINI_SPEC = make_spec("h3-mini", MINI)
@@ -151,12 +152,50 @@ def test_one_h200_holds_everything_and_smaller_cards_are_told_what_to_offload():
     assert planned(wish, on="rtx-5090").bytes.pinned > 80 * GIB
 
 
-def test_the_way_out_that_a_plan_names_is_one():
-    for machine in ("h100", "rtx-5090", "arc-b70", "ascend-a2", "s5000"):
-        _, named, keys = planned(on=machine).verdict.partition("It would with ")
-        assert named, machine
-        offload = dict(key.removeprefix("offload.").split("=") for key in keys.rstrip(".").split())
-        assert planned({"offload": offload}, on=machine).fits, machine
+def way_out(verdict: str) -> dict[str, object]:
+    keys = verdict.partition("It would with ")[2].rstrip(".").split()
+    return {key: parse_value(value) for key, value in (key.split("=") for key in keys)}
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {},
+        {"graphs.vae": True, "graphs.dit": True},
+        {"offload.dit": "layerwise", "offload.resident_blocks": 45},
+        {"offload.text_encoder": "component", "offload.vae": "component"},
+        {"precision": "float32", "quantization.dit": "int8_row"},
+    ],
+)
+def test_the_way_out_that_a_plan_names_is_one_and_asks_for_no_more_than_is_needed(wish):
+    named = 0
+    for machine in ("h100", "rtx-5090", "rtx-4090", "arc-b70", "ascend-a2", "s5000"):
+        capabilities = load_machine(MACHINES / f"{machine}.json")
+
+        def fits(values, capabilities=capabilities):
+            recipe = make_recipe({"model": FULL_SPEC.id}, values)
+            return make_plan(recipe, FULL_SPEC, capabilities, None)
+
+        if wish.get("graphs.vae") and not capabilities.graphs.supported:
+            continue
+        keys = way_out(fits(wish).verdict)
+        if not keys:
+            continue
+        named += 1
+        assert fits({**wish, **keys}).fits, (machine, keys)
+        for key in keys:
+            fewer = {other: value for other, value in keys.items() if other != key}
+            if not key.startswith("graphs."):
+                assert not fits({**wish, **fewer}).fits, (machine, keys, key)
+    assert named
+
+
+def test_8_bits_are_named_where_only_they_help_and_not_where_nothing_does():
+    small = {"offload": {"dit": "layerwise", "text_encoder": "layerwise", "vae": "component"}}
+    host = planned({**small, "precision": "float32", "quantization": {"dit": "fp8_row"}}, on="rtx-4090")
+    assert way_out(host.verdict) == {"quantization.text_encoder": "fp8_row"}
+    tight = planned({**small, "device": {"memory_gib": 6.0}}, on="rtx-4090")
+    assert "nor would it with everything offloaded and in 8 bits. A smaller size or " in tight.verdict
 
 
 def test_a_plan_that_does_not_fit_shared_memory_asks_for_a_smaller_size():
