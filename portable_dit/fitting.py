@@ -124,7 +124,7 @@ def _way_out(
     captured: Collection[str],
     eight_bits: Mapping[str, str],
 ) -> str | None:
-    """The keys with which it would fit, None where there are none; fewer bits only where moving is no help."""
+    """The keys with which it would fit, or None; fewer bits only where moving weights is no help."""
     names = tuple(name for name in ("dit", "text_encoder") if name in eight_bits)
     for chosen in dict.fromkeys(((), *((name,) for name in names), names)):
         formats = {name: eight_bits[name] for name in chosen}

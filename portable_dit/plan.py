@@ -21,6 +21,7 @@ from portable_dit.fitting import (
     as_much_at_once_as_fits,
     default_workload,
     keep_what_fits,
+    largest_workload,
     verdict,
 )
 from portable_dit.footprint import GRAPH_SHARE, Footprint, Offload, measure_footprint
@@ -143,7 +144,9 @@ def make_plan(
         spec, capabilities, kernels, workload, numbers=numbers, attention=attention, layout=layout
     )
     found.problems += choices.problems
-    found.notes += _kernel_notes(choices, numbers, capabilities, installed=kernels is not None)
+    found.notes += _kernel_notes(
+        choices, numbers, capabilities, wish=attention, installed=kernels is not None
+    )
     found.notes += _scale_notes(choices, numbers, layout)
     _refuse_problems(recipe, capabilities, found, strict=strict)
     measure = _measure(
@@ -180,7 +183,7 @@ def make_plan(
             workload,
             layout,
             numbers["dit"],
-            branches=_branches(recipe, spec),
+            branches=branches(recipe, spec),
             quantizing=choices.quantizing["dit"],
         ),
         verdict=verdict(
@@ -210,10 +213,12 @@ def _fitted(
         offload = keep_what_fits(spec, measure, offload, vae_graphs=graphs["vae"])
     workload, size = as_much_at_once_as_fits(workload, lambda w: measure(w, offload), found)
     if counted and size.fits:
+        room = measure(largest_workload(spec), offload).fits_device
+        why = "as many as leave room for the largest request" if room else "even so the largest would not fit"
         found.note(
             "resident_blocks",
-            f"{offload.resident_blocks} of the DiT's {spec.num_blocks} blocks stay on the device: as many as "
-            "leave room for the largest request. offload.resident_blocks says another number",
+            f"{offload.resident_blocks} of the DiT's {spec.num_blocks} blocks stay on the device: {why}. "
+            "offload.resident_blocks says another number",
         )
     if any(graphs.values()) and not size.graphs:
         size = replace(size, graphs=min(size.left, int(GRAPH_SHARE * size.device_limit)))
@@ -270,7 +275,7 @@ def _numbers(
     return {name: Numbers(dtype[name], getattr(wish, name), keep) for name in COMPONENTS}
 
 
-def _branches(recipe: Recipe, spec: ModelSpec) -> int:
+def branches(recipe: Recipe, spec: ModelSpec) -> int:
     """Guidance branches of a request that does not say a scale of its own."""
     scale = recipe.sampling.guidance_scale
     return spec.branches(spec.default_guidance if scale is None else scale)
@@ -282,11 +287,17 @@ def _patterns(spec: ModelSpec) -> Mapping[str, tuple[str, ...]]:
 
 
 def _kernel_notes(
-    choices: Choices, numbers: Mapping[str, Numbers], capabilities: Capabilities, *, installed: bool
+    choices: Choices,
+    numbers: Mapping[str, Numbers],
+    capabilities: Capabilities,
+    *,
+    wish: str,
+    installed: bool,
 ) -> list[Note]:
     backend, device = capabilities.device.backend, capabilities.device.name
     if not installed:
         text = f"backend {backend} is not installed here, so its kernels cannot be named"
+        text += "" if wish == "auto" else f", nor can it be said whether attention={wish} is one"
         return [Note("kernels_unknown", text)]
     notes = []
     for name, held in numbers.items():

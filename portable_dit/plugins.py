@@ -138,8 +138,8 @@ def _by_name(name: str, plugins: Plugins) -> Backend:
             f"{broken[0].reason}. Repair or upgrade that package, or name another backend."
         )
     if name not in plugins.backends:
-        ways = f"pip install 'portable-dit[{name}]', or pip install ./backends/{name} in a clone"
-        extra = f" Install it with: {ways}." if name in _extras() else ""
+        way = f"In a clone of portable-dit, type: pip install ./backends/{name}."
+        extra = f" {way}" if name in _extras() else ""
         raise BackendError(f"backend {name!r} is not installed.{extra}{near(name, list(plugins.backends))}")
     backend = plugins.backends[name]
     if not backend.devices():

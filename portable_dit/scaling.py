@@ -103,6 +103,7 @@ def rank_layouts(
             keep_what_fits=keep_what_fits,
         )
         for layout in legal_layouts(spec, count)
+        if layout.guidance <= branches
     ]
     return sorted(found, key=lambda p: (not p.fits, p.request_seconds, p.layout.replica))
 
@@ -283,9 +284,11 @@ def _require_figures(capabilities: Capabilities, layout: Layout) -> None:
     missing += [] if capabilities.memory_bandwidth else ["memory_bandwidth"]
     missing += [] if capabilities.link_bandwidth or layout.replica == 1 else ["link_bandwidth"]
     if missing:
+        way_out = "Name a machine file that does, with --machine"
+        way_out += ", or rank one device alone, with --devices 1." if missing == ["link_bandwidth"] else "."
         raise RecipeError(
             f"{capabilities.device.name} does not declare {', '.join(missing)}, from which times are "
-            "predicted. Name a machine file that does, with --machine."
+            f"predicted. {way_out}"
         )
 
 

@@ -73,6 +73,7 @@ def _explain_scaling(
 ) -> None:
     """The layouts of the machine, the quickest first, with the numbers and the request of a plan."""
     from portable_dit.models.spec import COMPONENTS, Numbers
+    from portable_dit.plan import branches
     from portable_dit.scaling import rank_layouts, table
 
     found = rank_layouts(
@@ -82,7 +83,7 @@ def _explain_scaling(
         numbers={name: Numbers(plan.dtype[name], plan.formats[name], plan.keep) for name in COMPONENTS},
         offload=plan.offload,
         steps=plan.steps,
-        branches=spec.branches(spec.default_guidance),
+        branches=branches(recipe, spec),
         devices=devices,
         device_limit=plan.bytes.device_limit,
         keep_what_fits=recipe.offload.resident_blocks is None,
@@ -91,6 +92,10 @@ def _explain_scaling(
     if count > capabilities.count:
         there = f"{capabilities.count} of {plan.device} are there"
         typer.echo(f"note: {there}; the layouts suppose {count}", err=True)
+    moved = [f"offload.{name}={place}" for name in COMPONENTS if (place := plan.offload.of(name)) != "none"]
+    if moved:
+        said = " and ".join(moved)
+        typer.echo(f"note: the time to bring weights from the host ({said}) is not counted", err=True)
     if json:
         typer.echo(as_json([asdict(prediction) for prediction in found]))
         return

@@ -110,6 +110,14 @@ def test_all_problems_come_in_one_message():
     assert "14 problems" in said
 
 
+def test_a_kernel_whose_backend_is_not_here_is_said_to_be_unknown():
+    wish = {"attention": "banana", "device": {"backend": "cuda"}}
+    (note,) = [n for n in planned(wish, on="h200", kernels=None).notes if n.code == "kernels_unknown"]
+    assert note.text.endswith("nor can it be said whether attention=banana is one")
+    (note,) = [n for n in planned(on="h200", kernels=None).notes if n.code == "kernels_unknown"]
+    assert "attention" not in note.text
+
+
 def test_more_devices_than_there_are_is_never_answered_with_a_count_that_the_layout_refuses():
     said = refused({"layout": {"ulysses": 8}, "device": {"count": 8}}, on="rtx-4090", spec=FULL_SPEC)
     assert "this machine has 2 x NVIDIA GeForce RTX 4090. Say a layout of no more than that" in said

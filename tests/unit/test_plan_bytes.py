@@ -190,6 +190,16 @@ def test_the_way_out_that_a_plan_names_is_one_and_asks_for_no_more_than_is_neede
     assert named
 
 
+def test_what_stays_says_whether_the_largest_request_has_room():
+    def note(gib: float) -> str:
+        plan = planned({**STREAMED_IN_24_GIB, "device": {"memory_gib": gib}})
+        (told,) = [n.text for n in plan.notes if n.code == "resident_blocks"]
+        return told
+
+    assert "as many as leave room for the largest request" in note(24.0)
+    assert note(9.0).startswith("0 of the DiT's 50 blocks stay on the device: even so the largest would not")
+
+
 def test_8_bits_are_named_where_only_they_help_and_not_where_nothing_does():
     small = {"offload": {"dit": "layerwise", "text_encoder": "layerwise", "vae": "component"}}
     host = planned({**small, "precision": "float32", "quantization": {"dit": "fp8_row"}}, on="rtx-4090")

@@ -129,6 +129,14 @@ def test_an_unknown_backend_names_the_near_one(shelf: Shelf) -> None:
         select_backend("alpa")
 
 
+def test_a_vendors_backend_that_is_missing_is_installed_from_a_clone(shelf: Shelf) -> None:
+    with pytest.raises(BackendError) as caught:
+        select_backend("musa")
+    # No index has it, so that a name for an index would bring nothing, or something of another's.
+    assert "In a clone of portable-dit, type: pip install ./backends/musa." in str(caught.value)
+    assert "portable-dit[" not in str(caught.value)
+
+
 def test_kernels_of_another_plugin_come_after_the_own_ones(shelf: Shelf) -> None:
     shelf.install(
         "extra",

@@ -211,6 +211,38 @@ def test_the_command_line_ranks_the_layouts_of_a_machine(cli):
     assert "left out" not in shown
 
 
+def explained(cli, recipe: str, machine: str, *flags: object):
+    words = ("plan", "--recipe", recipe, "--machine", MACHINES / f"{machine}.json", "--explain-scaling")
+    return cli(*words, "--json", *flags)
+
+
+def test_the_command_line_counts_the_branches_that_the_recipe_has(cli):
+    recipe = "nvidia/h100/hunyuan-image-3-4x-tp4-fp8"
+    both, alone = (
+        json.loads(explained(cli, recipe, "h100", "--set", f"sampling.guidance_scale={scale}").stdout)
+        for scale in (5, 1)
+    )
+    tensor = [
+        next(p for p in ranked if (p["layout"]["tensor"], p["layout"]["ulysses"]) == (8, 1))
+        for ranked in (both, alone)
+    ]
+    assert tensor[0]["parts"]["products"] == pytest.approx(2 * tensor[1]["parts"]["products"], rel=1e-6)
+    assert any(p["layout"]["guidance"] == 2 for p in both)
+    assert not any(p["layout"]["guidance"] == 2 for p in alone), "one branch cannot be dealt out"
+
+
+def test_the_command_line_says_that_what_comes_from_the_host_is_not_counted(cli):
+    recipe = "nvidia/rtx4090/h3-image-1x-fp8"
+    refused = explained(cli, recipe, "rtx-4090")
+    assert refused.exit_code == 2
+    assert "with --machine, or rank one device alone, with --devices 1." in refused.stderr
+    done = explained(cli, recipe, "rtx-4090", "--devices", 1)
+    assert done.exit_code == 0
+    moved = "offload.text_encoder=layerwise and offload.dit=layerwise and offload.vae=component"
+    assert f"note: the time to bring weights from the host ({moved}) is not counted" in done.stderr
+    assert "not counted" not in explained(cli, "nvidia/h200/h3-image-1x-bf16", "h200").stderr
+
+
 def test_the_command_line_says_what_it_leaves_out_and_what_it_supposes(cli):
     words = ["plan", "--recipe", "nvidia/h200/h3-image-1x-bf16", "--machine", MACHINES / "h200.json"]
     count = len(json.loads(cli(*words, "--explain-scaling", "--json").stdout))
