@@ -23,11 +23,13 @@ from portable_dit.recipe import Recipe
 from portable_dit.server import chat, images, jobs, schema, status
 from portable_dit.server.gate import ANSWER_HEADERS, Gate
 from portable_dit.server.messages import LoadFailed
-from portable_dit.server.refusal import ApiError, error_body
+from portable_dit.server.refusal import NOT_AGAIN, ApiError, error_body
 from portable_dit.server.service import Service
 from portable_dit.server.settings import Settings
 from portable_dit.server.wording import problems_of, refused
 
+# What pages of other sites may read of an answer, beside its body.
+EXPOSED = ["Server-Timing", "X-Request-Id", "X-Peak-Memory-MB", "Retry-After", *NOT_AGAIN]
 PAGE = Path(__file__).parent / "page"
 BODIES: dict[str, type[schema.Body]] = {
     "/v1/images/generations": schema.Generation,
@@ -85,7 +87,7 @@ def create_app(
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type"],
-            expose_headers=["Server-Timing", "X-Request-Id", "X-Peak-Memory-MB"],
+            expose_headers=EXPOSED,
         )
     return app
 
@@ -127,5 +129,5 @@ async def answer_unstored(http: Request, error: Exception) -> Response:
 async def answer_bug(http: Request, error: Exception) -> Response:
     """Something that should not happen; the server's log has the traceback."""
     message = "The server failed on this request. Its log says why, under the id in X-Request-Id."
-    headers = {**ANSWER_HEADERS, "X-Request-Id": http.state.id}
+    headers = {**ANSWER_HEADERS, **NOT_AGAIN, "X-Request-Id": http.state.id}
     return JSONResponse(error_body(500, message, code="bug"), 500, headers)

@@ -68,11 +68,13 @@ async def completions(body: Chat, http: Request, service: Serving) -> Response:
 
 
 def names_of(body: Chat) -> dict[str, str]:
-    """What this call names the fields of a request."""
+    """What this call names the fields of a request; a system prompt may have come as a message."""
     extra = body.extra_body
     counts = [body.num_outputs_per_prompt, None if extra is None else extra.num_outputs_per_prompt]
     images = FIELDS["images"] if counts == [None, None] else "num_outputs_per_prompt"
-    return {**FIELDS, "prompt": "messages", "references": "image_url", "images": images}
+    system = "messages" if any(message.role in SYSTEM_ROLES for message in body.messages) else "system_prompt"
+    places = {"prompt": "messages", "references": "image_url", "images": images, "system_prompt": system}
+    return {**FIELDS, **places}
 
 
 def merged(body: Chat) -> ChatExtra:

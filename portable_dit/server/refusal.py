@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,11 @@ FIELDS = {  # as callers name them
     "format": "output_format",
     "references": "image",
 }
+# What would end alike if it were sent again, at the cost of another drawing. OpenAI's clients send again all
+# that ends with 409 or 500 and above, unless they are told not to.
+FINAL_CODES = ("cancelled", "failed", "bug", "deadline")
+NOT_AGAIN = {"X-Should-Retry": "false"}
+ONE_REFERENCE = re.compile(r"reference \d+: ")  # how a problem with one picture begins
 CLIENT_LEFT = 499  # nobody reads it; nginx's number, for the log
 
 
@@ -55,7 +61,8 @@ class ApiError(HTTPException):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
+        final = NOT_AGAIN if code in FINAL_CODES else {}
+        super().__init__(status, message, {**final, **(headers or {})})
         self.code = code
         self.param = param
 
@@ -101,8 +108,9 @@ def _refused_fields(problems: Sequence[tuple[str, str]], names: Mapping[str, str
     for field, text in problems:
         begins = text.startswith((f"{field}=", f"{field}:"))
         told.append(names.get(field, field) + text[len(field) :] if begins else text)
-    field = problems[0][0]
-    return ApiError(400, listed(told), param=names.get(field, field))
+    field, first = problems[0]
+    code = "invalid_image" if ONE_REFERENCE.match(first) else None
+    return ApiError(400, listed(told), code=code, param=names.get(field, field))
 
 
 def worker_lost(reason: str) -> ApiError:

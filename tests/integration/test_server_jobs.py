@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 from server_process import RunningServer, alive, eventually, running
@@ -207,6 +208,11 @@ def test_what_takes_too_long_ends_in_time(slow, tmp_path):
     with running(slow, tmp_path / "jobs.sqlite3", "--deadline", "0.5", "--max-images", "128") as server:
         answer = server.post("/v1/images/generations", LONG)
         assert (answer.status, answer.error["code"]) == (504, "deadline")
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.images.generate(prompt="a red apple", size=LONG["size"], n=LONG["n"])
+            assert caught.value.code == "deadline"
+        assert 'code="deadline"} 2.0' in server.get("/metrics").body.decode(), "the client sent it once"
         eventually(lambda: server.draw(size="64x64").status == 200, "others are drawn in that time")
 
 

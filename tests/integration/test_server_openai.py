@@ -263,6 +263,14 @@ def test_the_client_reads_our_errors(client):
     assert caught.value.type == "invalid_request_error"
 
 
+def test_a_picture_that_is_cut_short_is_an_invalid_image(client):
+    whole = png("red")
+    for data in (b"", b"no picture", whole[: len(whole) // 2]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.images.edit(image=data, prompt="make it blue")
+        assert (caught.value.code, caught.value.param) == ("invalid_image", "image"), len(data)
+
+
 def test_what_the_models_have_not_is_refused_by_name(server):
     for fields, word in (
         ({"quality": "high"}, "quality"),

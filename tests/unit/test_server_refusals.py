@@ -113,6 +113,12 @@ def test_a_chat_is_told_its_own_fields(ask: Ask):
     wish = {"messages": [{"role": "user", "content": " "}], "size": "64x64"}
     assert ask(CHAT, wish)["param"] == "messages"
     assert ask(CHAT, wish)["message"].startswith("messages: empty. Say what to draw")
+    user = {"role": "user", "content": "a"}
+    for role in ("system", "developer"):
+        error = ask(CHAT, {"messages": [{"role": role, "content": "be kind"}, user], "size": "64x64"})
+        assert error["param"] == "messages"
+        assert error["message"].startswith("messages: h3-mini takes no system prompt")
+    assert ask(CHAT, {"messages": [user], "system_prompt": "be kind"})["param"] == "system_prompt"
     for more in ({"num_outputs_per_prompt": 5}, {"extra_body": {"num_outputs_per_prompt": 5}}):
         error = ask(CHAT, {"messages": [{"role": "user", "content": "a"}], **more})
         assert error["param"] == "num_outputs_per_prompt"
@@ -339,6 +345,8 @@ def test_only_what_the_caller_can_change_is_the_callers_fault():
         RankError: 503,
         DeviceMemoryError: 503,
     }
+    again = {type(error) for error in ERRORS if "X-Should-Retry" not in (refusal_of(error).headers or {})}
+    assert again == {RequestError, DoesNotFitError, RankError, DeviceMemoryError}
     assert found[RequestError]["param"] == "n"
     assert found[RequestError]["message"] == "n=0: at least one."
     assert found[DoesNotFitError]["param"] == "size"
