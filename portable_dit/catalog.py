@@ -13,7 +13,7 @@ from typing import Any
 from portable_dit import models, recipe
 from portable_dit.errors import WeightsError
 from portable_dit.models.spec import Family, ModelSpec
-from portable_dit.paths import kind_of
+from portable_dit.paths import kind_of, told_what_is_hidden
 from portable_dit.recipe import Recipe
 
 
@@ -154,6 +154,7 @@ def _fetch_adapters(wish: Recipe) -> None:
             fetch_adapter(split_scale(words)[0])
 
 
+@told_what_is_hidden()
 def read_spec(wish: Recipe) -> ModelSpec:
     """The rules and sizes of the recipe's model.
 

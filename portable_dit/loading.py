@@ -18,6 +18,7 @@ from portable_dit.errors import BackendError, WeightsError
 from portable_dit.loaded import LoadedModel
 from portable_dit.models import RANDOM
 from portable_dit.models.spec import COMPONENTS, Model, ModelSpec, matches
+from portable_dit.paths import told_what_is_hidden
 from portable_dit.recipe_rules import memory_limit
 from portable_dit.safetensors_file import ITEM_BYTES
 from portable_dit.setup import HOST, Setup, require_fit
@@ -41,6 +42,7 @@ NOT_FETCHED = (
 )
 
 
+@told_what_is_hidden()
 def load_model(
     setup: Setup,
     *,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from portable_dit.errors import WeightsError
+from portable_dit.paths import told_what_is_hidden
 from portable_dit.safetensors_file import listed, open_tensor_file, stored_tensors
 
 MANIFEST = "manifest.json"
@@ -61,10 +63,13 @@ def read_manifest(folder: Path) -> dict[str, ManifestEntry] | None:
         if any(".." in PurePosixPath(name).parts or name.startswith("/") for name in files):
             raise ValueError("it names files outside the folder")
         return {name: ManifestEntry(entry["sha256"], int(entry["bytes"])) for name, entry in files.items()}
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{path}: not a manifest ({error!r}). Restore it from the checkpoint.") from error
 
 
+@told_what_is_hidden()
 def verify(folder: str | Path, *, on_file: Callable[[str], None] = lambda name: None) -> Verification:
     """Checks every file against the manifest, every header, and every value for NaN.
 
@@ -73,6 +78,7 @@ def verify(folder: str | Path, *, on_file: Callable[[str], None] = lambda name: 
     root = Path(folder)
     if not root.is_dir():
         raise WeightsError(f"{root}: no such folder. Name a checkpoint folder, or builtin.")
+    os.listdir(root)  # a glob holds its tongue about a folder that may not be listed
     manifest = read_manifest(root)
     weights = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.safetensors"))
     if not weights and manifest is None:

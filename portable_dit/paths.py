@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
+
+from portable_dit.errors import WeightsError
 
 Kind = Literal["file", "folder", "other", "hidden", "missing"]
 
@@ -28,6 +32,18 @@ def kind_of(path: str | Path) -> Kind:
     if stat.S_ISDIR(mode):
         return "folder"
     return "file" if stat.S_ISREG(mode) else "other"
+
+
+@contextmanager
+def told_what_is_hidden() -> Iterator[None]:
+    """Around what reads a checkpoint: a file or folder of it that may not be read is a WeightsError."""
+    try:
+        yield
+    except PermissionError as error:
+        raise WeightsError(
+            f"{error.filename}: may not be read ({error.strerror}). Change its mode and that of its folders, "
+            "or copy the checkpoint."
+        ) from error
 
 
 def read_at_most(path: str | Path, most_bytes: int) -> bytes:

@@ -188,6 +188,7 @@ def stored_tensors(place: Path) -> dict[str, StoredTensor]:
     folder = place
     if not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder. The checkpoint is incomplete; download it again.")
+    os.listdir(folder)  # a glob holds its tongue about a folder that may not be listed
     index = _index(folder)
     files = sorted(set(index.values()) or (path.name for path in folder.glob("*.safetensors")))
     if not files:
@@ -221,6 +222,8 @@ def _index(folder: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(paths[0].read_text(encoding="utf-8"))["weight_map"]
         right = all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         right = False
     if not right:

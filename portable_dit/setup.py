@@ -18,6 +18,7 @@ from portable_dit.errors import DoesNotFitError, RecipeError, RequestError
 from portable_dit.layout import Layout
 from portable_dit.models import RANDOM
 from portable_dit.models.spec import Family, ModelSpec
+from portable_dit.paths import told_what_is_hidden
 from portable_dit.plan import Plan, make_plan
 from portable_dit.plugins import select_backend
 from portable_dit.recipe import Recipe
@@ -100,6 +101,7 @@ class Setup:
         return make_plan(recipe, self.spec, self.capabilities, kernels, workload, strict=strict)
 
 
+@told_what_is_hidden()
 def resolve_request(
     request: Request, recipe: Recipe, spec: ModelSpec, *, strict: bool = False
 ) -> ResolvedRequest:

@@ -43,13 +43,15 @@ def bench(
         str | None, typer.Option(metavar="1,2,4", help="With --server: requests at a time, one row each.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --server: prompts, one a line, in turn.")
+        Path | None,
+        typer.Option(readable=False, metavar="FILE", help="With --server: prompts, one a line, in turn."),
     ] = None,
     prices: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --server: prices, for cost and revenue.")
+        Path | None,
+        typer.Option(readable=False, metavar="FILE", help="With --server: prices, for cost and revenue."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --server: write a plot as SVG.")
+        Path | None, typer.Option(readable=False, metavar="FILE", help="With --server: write a plot as SVG.")
     ] = None,
     json: JsonFlag = False,
 ) -> None:

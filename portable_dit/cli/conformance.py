@@ -27,10 +27,12 @@ def conformance(
         int, typer.Option(min=1, max=100_000, help="How often the same picture is drawn in the soak.")
     ] = 50,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="F", help="Write the whole report there as JSON.")
+        Path | None,
+        typer.Option("--json", readable=False, metavar="F", help="Write the whole report there as JSON."),
     ] = None,
     junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="F", help="Write the report there as JUnit XML.")
+        Path | None,
+        typer.Option("--junit", readable=False, metavar="F", help="Write the report there as JUnit XML."),
     ] = None,
 ) -> None:
     """Try all that a backend claims on its device; exit code 1 if a claim is not kept."""

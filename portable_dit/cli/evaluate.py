@@ -40,14 +40,19 @@ def evaluate(
     ] = None,
     judge_model: Annotated[str | None, typer.Option(help="The judge's name on its server.")] = None,
     pictures: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where pictures are kept between the two passes.")
+        Path | None,
+        typer.Option(
+            readable=False, metavar="FOLDER", help="Where pictures are kept between the two passes."
+        ),
     ] = None,
     samples_per_type: Annotated[
         int | None, typer.Option(min=1, help="So many of each type, not all.")
     ] = None,
     types: Annotated[str | None, typer.Option(metavar="A,B", help="Only these types of the suite.")] = None,
     num_inference_steps: Annotated[int | None, typer.Option(min=1, help="Steps, else the suite's.")] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(readable=False, metavar="FILE", help="Write the report as JSON.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Draw a suite on a server, let a judge score it; exit code 1 when a gate is missed."""

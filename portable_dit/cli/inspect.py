@@ -15,7 +15,9 @@ MOST_DEPTH = 4  # our records are flatter; the file may come from anybody
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A PNG, JPEG or WebP that portable-dit wrote.")],
+    file: Annotated[
+        Path, typer.Argument(readable=False, help="A PNG, JPEG or WebP that portable-dit wrote.")
+    ],
     json: JsonFlag = False,
 ) -> None:
     """Show prompt, seed, recipe and kernels of a picture."""

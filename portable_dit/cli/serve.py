@@ -29,11 +29,15 @@ class Flags:
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one and says which.")] = 8091
     jobs: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where jobs and their pictures are kept.")
+        Path | None,
+        typer.Option(readable=False, metavar="FILE", help="Where jobs and their pictures are kept."),
     ] = None
     served_model_name: Annotated[str | None, typer.Option(help="What callers name the model.")] = None
     api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="API keys, one a line; also PORTABLE_DIT_API_KEYS.")
+        Path | None,
+        typer.Option(
+            readable=False, metavar="FILE", help="API keys, one a line; also PORTABLE_DIT_API_KEYS."
+        ),
     ] = None
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 64
     max_images: Annotated[int, typer.Option(min=1, max=128, help="Pictures in one request.")] = 10
@@ -63,7 +67,9 @@ class Flags:
     profile: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Where the profiler writes its trace; else portable-dit-trace.json."
+            readable=False,
+            metavar="FILE",
+            help="Where the profiler writes its trace; else portable-dit-trace.json.",
         ),
     ] = None
     quiet: Annotated[bool, typer.Option(help="Do not log every request.")] = False

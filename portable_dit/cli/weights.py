@@ -54,7 +54,9 @@ def manifest(folder: Folder) -> None:
 
 @app.command()
 def init(
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A new or empty folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", readable=False, help="A new or empty folder.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Whose layout: h3-image or hunyuan-image-3.")] = "h3-image",
     config: Annotated[str, typer.Option(help="tiny, or full (135 and 170 GB).")] = "tiny",
     dialect: Annotated[

@@ -18,7 +18,11 @@ class Wishes:
     ] = None
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Several prompts, one per line; .jsonl lines may set more keys."),
+        typer.Option(
+            readable=False,
+            metavar="FILE",
+            help="Several prompts, one per line; .jsonl lines may set more keys.",
+        ),
     ] = None
     image: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="A reference image to edit; repeatable.")
@@ -49,6 +53,7 @@ class Wishes:
         typer.Option(
             "-o",
             "--output",
+            readable=False,
             help="Where to write, as .png, .jpg, .jpeg or .webp; several become name-1, name-2, ...",
         ),
     ] = None

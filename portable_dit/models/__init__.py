@@ -61,6 +61,11 @@ def local_weights(key: str, weights: str) -> Path | None:
             f"{key}: {weights}: not a .safetensors file, and no other format is read, since others can run "
             "code. Convert it with the safetensors library."
         )
+    if kind == "hidden":
+        raise RecipeError(
+            f"{key}: {weights}: may not be looked at (Permission denied). Change the mode of the folders "
+            "above it, or copy the checkpoint."
+        )
     if HUB_ID.fullmatch(weights):
         return None
     named = "builtin, random, " if key == "weights" else ""

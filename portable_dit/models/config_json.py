@@ -206,6 +206,8 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
         raise WeightsError(f"{path}: missing. A checkpoint of this model needs it; is the download complete?")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except PermissionError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(
             f"{path}: not readable as JSON ({error}). Restore it from the checkpoint."

@@ -218,6 +218,8 @@ def _version(file: Path) -> tuple[int, int]:
 def _read_word_list(vocab: Path, version: tuple[int, int]) -> Tokenizer:
     try:
         lines = vocab.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except PermissionError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise WeightsError(f"{vocab}: not readable as UTF-8 text ({error}). Restore it.") from error
     words = {word: index for index, word in enumerate(lines)}

@@ -28,6 +28,8 @@ def read_system_prompts(folder: Path) -> dict[str, str]:
         return {}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
+    except PermissionError:
+        raise
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two: too deep
         raise WeightsError(
             f"{path}: not readable as Python ({error or 'nested too deep'}). Restore it from the checkpoint."
