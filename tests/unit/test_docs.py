@@ -1,8 +1,10 @@
 """The documents say what the code does: rows, links, and commands that exist."""
 
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -82,3 +84,27 @@ def test_what_a_page_draws_with_made_up_weights_is_drawn(page, cli, tmp_path, mo
 def test_a_command_that_does_not_exist_is_found(line):
     with pytest.raises(Exception, match=r"draw|No such option|unexpected extra"):
         test_every_command_in_the_documents_exists_with_its_options(line)
+
+
+def planned(cli, recipe: str, machine: str) -> dict[str, Any]:
+    done = cli("plan", "--recipe", recipe, "--machine", machine, "--json")
+    assert done.exit_code == 0, done.stderr
+    plan: dict[str, Any] = json.loads(done.stdout)
+    return plan
+
+
+def test_the_verdict_that_the_first_page_quotes_is_the_one_of_its_command(cli):
+    text = (ROOT / "README.md").read_text()
+    recipe, machine = re.findall(r"portable-dit plan --recipe (\S+) --machine (\S+)", text)[0]
+    (quoted,) = re.findall(r"`(fits: [^`]+)`", text)
+    assert planned(cli, recipe, machine)["verdict"].startswith(quoted)
+
+
+def test_the_peaks_of_hunyuan_image_in_its_page_are_those_of_plans(cli):
+    text = (ROOT / "docs" / "hunyuan-image-3.md").read_text()
+    rows = re.findall(r"^\| `(h[12]00)/…(-\S+?)`.*\| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    for machine, name, runtime, peak in rows:
+        sizes = planned(cli, f"nvidia/{machine}/hunyuan-image-3{name}", machine)["bytes"]
+        assert f"{sizes['peak'] / 1e9:.1f}" == peak, name
+        assert runtime == f"{700 * 2**20 / 1e9:.2f}"
