@@ -34,6 +34,7 @@ from portable_dit.server.wording import problems_of, refused
 
 router = APIRouter(tags=["chat"], route_class=OnceRoute)
 SYSTEM_ROLES = ("system", "developer")
+NOTHING_COUNTED = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 LANGUAGE_FIELDS = ("temperature", "top_p", "max_tokens", "max_completion_tokens")
 
 
@@ -53,14 +54,15 @@ async def completions(body: Chat, http: Request, service: Serving) -> Response:
     )
     ticket = service.accept(request, client=http.state.client)
     if body.stream:
-        stream = _stream(http, service, ticket, notes)
+        counted = body.stream_options is not None and body.stream_options.include_usage is True
+        stream = _stream(http, service, ticket, notes, usage=counted)
         return StreamingResponse(stream, media_type="text/event-stream", headers=SSE_HEADERS)
     await service.finished(ticket, http)
     blobs = Blobs()
     document = _document(service, ticket, "chat.completion")
     message = {"role": "assistant", "content": content_of(ticket, blobs)}
     document["choices"] = [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}]
-    document["usage"] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    document["usage"] = NOTHING_COUNTED
     assert ticket.summary is not None
     document["portable_dit"] = facts(ticket, ticket.summary)
     document["portable_dit"]["notes"] += notes
@@ -152,8 +154,13 @@ def content_of(ticket: Ticket, blobs: Blobs) -> list[dict[str, Any]]:
     return content
 
 
-async def _stream(http: Request, service: Service, ticket: Ticket, notes: list[str]) -> AsyncIterator[bytes]:
-    """The role at once, comments while it is drawn, the pictures in one piece, and the end."""
+async def _stream(
+    http: Request, service: Service, ticket: Ticket, notes: list[str], *, usage: bool
+) -> AsyncIterator[bytes]:
+    """The role at once, comments while it is drawn, the pictures in one piece, and the end.
+
+    usage: whether the last chunk is one of what was counted.
+    """
     document = _document(service, ticket, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
@@ -174,6 +181,8 @@ async def _stream(http: Request, service: Service, ticket: Ticket, notes: list[s
         assert ticket.summary is not None
         told = {**facts(ticket, ticket.summary), "notes": [*ticket.summary.notes, *notes]}
         yield event(None, json.dumps({**chunk({}, "stop"), "portable_dit": told}).encode())
+        if usage:
+            yield event(None, json.dumps({**document, "choices": [], "usage": NOTHING_COUNTED}).encode())
         yield event(None, b"[DONE]")
     finally:
         finishing.cancel()

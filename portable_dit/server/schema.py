@@ -17,6 +17,7 @@ Count = Annotated[int, Field(ge=1, le=128)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Steps = Annotated[int, Field(ge=1, le=1000)]
 Scale = Annotated[float, Field(ge=0, le=100, strict=False)]
+Nought = Annotated[float, Field(ge=0, le=0, strict=False)]
 Percent = Annotated[int, Field(ge=0, le=100)]
 
 
@@ -145,14 +146,50 @@ class ChatExtra(Sampling):
     output_format: Literal["png", "jpeg", "webp"] | None = None
 
 
-class Chat(ChatExtra):
+class AnswerText(Body):
+    """The form of a language model's answer that asks for nothing."""
+
+    type: Literal["text"]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    """Whether a stream ends with a chunk of `usage`, in which nothing is counted."""
+    include_obfuscation: bool | None = None
+
+
+class OfLanguage(Body):
+    """What programs for chats send out of habit, as far as it asks for nothing that a picture could have."""
+
+    frequency_penalty: Nought | None = None
+    presence_penalty: Nought | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    logprobs: Literal[False] | None = None
+    stop: Annotated[list[str], Field(max_length=0)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: AnswerText | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+
+
+class Chat(ChatExtra, OfLanguage):
     """POST /v1/chat/completions: the last message, from the user, is drawn."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1000)]
     extra_body: ChatExtra | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     temperature: float | None = None
     """Of a language model; noted and without effect, like top_p and max_tokens."""
     top_p: float | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _options_have_a_stream(cls, value: StreamOptions | None, others: ValidationInfo) -> Any:
+        if value is not None and not others.data.get("stream", True):
+            raise ValueError("only a stream has any. Say stream: true.")
+        return value

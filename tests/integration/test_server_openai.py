@@ -203,6 +203,43 @@ def test_a_chat_stream_ends_with_the_picture(client):
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+def test_a_chat_stream_ends_with_its_usage_where_that_is_wished(client):
+    wish = {
+        "model": "h3-mini",
+        "messages": [{"role": "user", "content": "a"}],
+        "extra_body": {"size": "64x64"},
+    }
+    options = {"include_usage": True}
+    *_, stop, last = client.chat.completions.create(**wish, stream=True, stream_options=options)
+    assert stop.choices[0].finish_reason == "stop"
+    assert (last.choices, last.usage.total_tokens) == ([], 0)
+    with pytest.raises(openai.BadRequestError, match=r"stream_options.*: only a stream has any"):
+        client.chat.completions.create(**wish, stream_options=options)
+
+
+def test_what_programs_for_chats_send_out_of_habit_asks_for_nothing(client):
+    """Open WebUI and others send such fields with every request."""
+    wish = {
+        "model": "h3-mini",
+        "messages": [{"role": "user", "content": "a"}],
+        "extra_body": {"size": "64x64"},
+    }
+    habits = {
+        "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "logprobs": False, "stop": [],
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
+        "service_tier": "auto", "store": False,
+    }  # fmt: skip
+    assert client.chat.completions.create(**wish, **habits).choices[0].finish_reason == "stop"
+    call = {"type": "function", "function": {"name": "draw"}}
+    for name, value in {
+        "frequency_penalty": 0.5, "logit_bias": {"50256": -100}, "logprobs": True, "stop": ["end"],
+        "tools": [call], "tool_choice": "required", "response_format": {"type": "json_object"}, "store": True,
+    }.items():  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**wish, **{name: value})
+        assert str(caught.value.param).startswith(name)
+
+
 def test_what_of_a_chat_has_no_effect_is_noted(server):
     body = {
         "messages": [
