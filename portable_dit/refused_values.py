@@ -85,6 +85,8 @@ def broken_rule(item: Mapping[str, Any], section: type | None = None, *, unknown
         return f"not JSON ({facts['error']})"
     if kind in MAPPINGS:
         return "must be a mapping of `key: value` lines"
+    if kind == "too_long" and facts["actual_length"] is None:  # pydantic counts no mapping that is too long
+        facts["actual_length"] = len(item["input"])
     if kind in RULES:
         return RULES[kind].format(**facts)
     return str(item["msg"]).removeprefix("Value error, ")

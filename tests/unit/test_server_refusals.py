@@ -119,6 +119,8 @@ def test_a_chat_is_told_its_own_fields(ask: Ask):
         assert error["param"] == "messages"
         assert error["message"].startswith("messages: h3-mini takes no system prompt")
     assert ask(CHAT, {"messages": [user], "system_prompt": "be kind"})["param"] == "system_prompt"
+    error = ask(CHAT, {"messages": [user], "logit_bias": {"7": 1, "8": 1}})
+    assert error["message"].startswith("logit_bias={'7': 1, '8': 1}: has 2 entries and may have 0.")
     for more in ({"num_outputs_per_prompt": 5}, {"extra_body": {"num_outputs_per_prompt": 5}}):
         error = ask(CHAT, {"messages": [{"role": "user", "content": "a"}], **more})
         assert error["param"] == "num_outputs_per_prompt"
