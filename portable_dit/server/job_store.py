@@ -79,7 +79,8 @@ class JobStore:
         self.keep_bytes = keep_bytes
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            lock = f"{os.path.realpath(path)}.lock"  # two names of one file have one lock
+            self._lock = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # prompts are nobody else's business
             self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)

@@ -247,11 +247,14 @@ def test_a_port_that_is_taken_is_refused(server, tiny_recipe, tmp_path, cli):
     assert (refused.exit_code, "cannot be listened on" in refused.stderr) == (2, True)
 
 
-def test_two_servers_do_not_share_a_jobs_file(server, tiny_recipe, cli):
+def test_two_servers_do_not_share_a_jobs_file(server, tiny_recipe, cli, tmp_path):
     path = next(arg for arg in server.process.args if str(arg).endswith("jobs.sqlite3"))
-    refused = cli("serve", "--recipe", tiny_recipe, "--jobs", path, "--port", 0)
-    assert refused.exit_code == 2
-    assert "another server keeps its jobs there" in refused.stderr
+    (tmp_path / "link").symlink_to(Path(path).parent)
+    (tmp_path / "other").symlink_to(path)
+    for name in (path, tmp_path / "link" / "jobs.sqlite3", tmp_path / "other"):
+        refused = cli("serve", "--recipe", tiny_recipe, "--jobs", name, "--port", 0)
+        assert refused.exit_code == 2
+        assert "another server keeps its jobs there" in refused.stderr
 
 
 def test_a_stop_finishes_what_was_accepted_and_a_second_one_does_not(slow, tmp_path):
