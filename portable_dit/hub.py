@@ -173,8 +173,8 @@ def _require_space(ref: HubRef, need: int, library: Any) -> None:
     free = shutil.disk_usage(disk).free
     if free < need - have:
         raise WeightsError(
-            f"{ref.key}: {ref}: {need / 2**30:,.1f} GiB to download, {cache} has {free / 2**30:,.1f} GiB "
-            "free. Make room, or set HF_HOME to a larger disk."
+            f"{ref.key}: {ref}: {need - have:,} bytes are to be downloaded, and {cache} has {free:,} free. "
+            "Make room, or set HF_HOME to a larger disk."
         )
 
 

@@ -170,9 +170,9 @@ class CachedWeights:
             free = shutil.disk_usage(self.path.parent).free
             if free < need:
                 raise WeightsError(
-                    f"cache: {need / 2**30:,.1f} GiB for {title}, but {self.path.parent} has only "
-                    f"{free / 2**30:,.1f} GiB free. Set {FOLDER_VARIABLE}, clear it with "
-                    "`portable-dit weights cache --clear`, or leave cache out."
+                    f"cache: {need:,} bytes are needed for {title}, and {self.path.parent} has {free:,} "
+                    f"free. Set {FOLDER_VARIABLE}, clear it with `portable-dit weights cache --clear`, or "
+                    "leave cache out."
                 )
             return TensorFileWriter(self.path, _entry_tensors(form, shapes), {"title": title})
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,15 @@ def test_a_place_for_the_cache_that_cannot_be_written_is_named(tmp_path, monkeyp
     monkeypatch.setenv("PORTABLE_DIT_CACHE", str(tmp_path / "file" / "cache"))
     folder = save(tmp_path / "weights", torch.randn(ROWS, COLUMNS), None)
     with pytest.raises(WeightsError, match="PORTABLE_DIT_CACHE"):
+        load_cached(folder)
+
+
+def test_too_little_room_for_the_cache_is_told_in_numbers_that_differ(tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTABLE_DIT_CACHE", str(tmp_path / "cache"))
+    full = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: full)
+    folder = save(tmp_path / "weights", torch.randn(ROWS, COLUMNS), None)
+    with pytest.raises(WeightsError, match=r"cache: \d{3} bytes are needed for .* has 100 free\. Set PORT"):
         load_cached(folder)
 
 
