@@ -17,6 +17,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from portable_dit import __version__
 from portable_dit.recipe import Recipe
@@ -109,7 +110,19 @@ async def answer_error(http: Request, error: Any) -> Response:
     message = {404: "No such address.", 405: "Not a method of this address."}.get(
         error.status_code, str(error.detail)
     )
-    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+    headers = {"Allow": _methods_of(http)} if error.status_code == 405 else error.headers
+    return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
+
+
+def _methods_of(http: Request) -> str:
+    """What may be asked of this address; of several routes the framework names the first one's."""
+    taken = {
+        method
+        for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
+        for route in http.app.routes
+        if route.matches({**http.scope, "method": method})[0] is Match.FULL
+    }
+    return ", ".join(sorted(taken | ({"HEAD"} if "GET" in taken else set())))
 
 
 async def answer_invalid(http: Request, error: Any) -> Response:

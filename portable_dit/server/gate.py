@@ -62,19 +62,21 @@ class Gate:
         visit = _Visit(self.settings.limits, headers, receive, send)
         state = scope.setdefault("state", {})
         state["id"] = visit.id
+        # Whoever asks for the head alone gets that of a GET: the server that sends it leaves the body out.
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         failed = True
         try:
             visit.check_length()
             self._check_caller(headers)
             state["client"] = self._client(scope, headers)
-            await self.app(scope, visit.receive, visit.send)
+            await self.app(asked, visit.receive, visit.send)
             failed = False
         except ApiError as error:  # raised before a route was reached
             await _send_error(error, visit.send)
         finally:
             if failed and not visit.status:
                 visit.status = 500  # as the application answers a bug, around this
-            path = getattr(scope.get("route"), "path", "other")
+            path = getattr(asked.get("route"), "path", "other")
             self.metrics.http_requests.labels(path, visit.status or "none").inc()
             if path not in QUIET_PATHS:
                 seconds = time.perf_counter() - start

@@ -326,6 +326,29 @@ def test_an_error_of_the_framework_has_openais_shape_too(server):
         assert set(answer.error) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/v1/models", "/metrics", "/", "/page/app.js", "/nowhere"]
+)
+def test_the_head_alone_is_that_of_the_whole(server, path):
+    """Load balancers ask so."""
+    whole, head = server.get(path), server.request("HEAD", path)
+    assert (head.status, head.body) == (whole.status, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/jobs", "GET, HEAD, POST"),
+        ("/v1/jobs/none", "DELETE, GET, HEAD"),
+        ("/v1/images/generations", "POST"),
+    ],
+)
+def test_a_method_that_is_not_taken_is_told_all_that_are(server, path, allowed):
+    answer = server.request("PUT", path, {})
+    assert (answer.status, answer.headers["allow"]) == (405, allowed)
+
+
 def test_names_that_are_not_its_own_are_refused(server):
     """A page elsewhere could point a name of its own at this machine, and read what it then gets."""
     for host in ("evil.example", "localhost.evil.example", "[evil]", ""):
