@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from portable_dit.errors import WeightsError
 from portable_dit.formats import Encoded, encode
 from portable_dit.ops import ExpertLinear
 from portable_dit.quantize import QuantizedExpertLinear, QuantizedLinear, expert_names, quantized_weights
@@ -107,6 +108,17 @@ class QuantizedSlot:
             encoded = placed(encoded, place)
         self.put(encoded)
         return encoded
+
+
+def rounded(source: Made, slot: Slot | ExpertSlot, place: str) -> Tensor:
+    """What the slot takes, at the place and in its dtype. Raises WeightsError for what that cannot hold."""
+    tensor = source.read(slot.shape, place)
+    held = tensor.to(device=place, dtype=slot.dtype, copy=True)
+    narrowed = held.is_floating_point() and torch.finfo(held.dtype).max < torch.finfo(tensor.dtype).max
+    if narrowed and not torch.isfinite(held).all():
+        kind = str(held.dtype).removeprefix("torch.")
+        raise WeightsError(f"{source.name}: it has values beyond {kind}. Say precision=float32.")
+    return held
 
 
 def placed(encoded: Encoded, place: str) -> Encoded:

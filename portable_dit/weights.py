@@ -115,7 +115,7 @@ def load_component(
     placed and how many there are. The module's parameters say the target dtype and shape. An 8-bit weight
     with a `_scale` beside it is expanded to float32 first, the master from which every precision is made.
     """
-    from portable_dit.slots import ExpertSlot, QuantizedSlot, Slot, placed, targets_of
+    from portable_dit.slots import ExpertSlot, QuantizedSlot, Slot, placed, rounded, targets_of
 
     _place_constants(module, device)
     targets = targets_of(module)
@@ -140,9 +140,7 @@ def load_component(
         target = targets[source.name]
         place = device(source.name)
         if isinstance(target, Slot | ExpertSlot):
-            tensor = source.read(target.shape, place)
-            target.fill(tensor.to(device=place, dtype=target.dtype, copy=True))
-            del tensor
+            target.fill(rounded(source, target, place))
         else:
             encoded = target.accept(source, place, encode_on or place)
             if cache is not None:

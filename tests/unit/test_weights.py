@@ -154,6 +154,17 @@ def test_float64_values_that_float32_holds_are_loaded(tmp_path):
     assert module.first.bias.tolist() == [largest, -largest, 0.5, 0.0]
 
 
+def test_values_that_a_modules_own_type_makes_infinite_are_refused(tmp_path):
+    state = {**filled(), "first.bias": torch.tensor([0.0, 1.0, 65520.0, 2.0])}
+    save(tmp_path, state)
+    with pytest.raises(WeightsError, match=r"first\.bias: it has values beyond float16"):
+        load(on_meta().half(), tmp_path)
+    module = on_meta().half()
+    save(tmp_path, {**state, "first.bias": torch.tensor([0.0, 1.0, 65504.0, 2.0])})
+    load(module, tmp_path)
+    assert module.first.bias.tolist() == [0.0, 1.0, 65504.0, 2.0]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_values_that_are_not_finite_are_refused_with_every_name(tmp_path, bad, dtype):
