@@ -46,6 +46,11 @@ def told_what_is_hidden() -> Iterator[None]:
         ) from error
 
 
+def expanded(path: str) -> Path:
+    """The path with ~ as the home folder; as it is where it names a user who is not here."""
+    return Path(os.path.expanduser(path))
+
+
 def read_at_most(path: str | Path, most_bytes: int) -> bytes:
     """The content, or its first most_bytes + 1 bytes, since a device may never end. Raises OSError."""
     if "\0" in str(path):

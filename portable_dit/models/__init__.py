@@ -13,7 +13,7 @@ from portable_dit.errors import RecipeError, near
 from portable_dit.models.h3_image.family import H3Family
 from portable_dit.models.hunyuan_image_3.family import HunyuanFamily
 from portable_dit.models.spec import Family, ModelSpec
-from portable_dit.paths import kind_of
+from portable_dit.paths import expanded, kind_of
 
 BUILTIN, RANDOM = "builtin", "random"
 # ORG/NAME, with a revision and a folder or file inside when they are said: ORG/NAME@REVISION:FOLDER
@@ -52,7 +52,7 @@ def checkpoint_folder(model: str, weights: str, more: Sequence[Family] = ()) -> 
 
 def local_weights(key: str, weights: str) -> Path | None:
     """The folder or .safetensors file that the words name, None for a hub id. Raises RecipeError."""
-    place = Path(weights).expanduser()
+    place = expanded(weights)
     kind = kind_of(place)
     if kind == "folder" or (kind == "file" and place.suffix == ".safetensors"):
         return place

@@ -402,11 +402,10 @@ def test_an_adapter_for_something_else_is_refused_before_weights_are_read(
     assert started == []
 
 
-def test_a_file_that_is_not_there_is_refused_by_the_plan(tiny_recipe):
-    with pytest.raises(
-        RecipeError, match=r"lora: nowhere\.safetensors: there is no such folder or file. Say a fol"
-    ):
-        set_up(load_recipe(tiny_recipe, {"lora": ["nowhere.safetensors:0.5"]}))
+@pytest.mark.parametrize("name", ["nowhere.safetensors", "~nobody-of-this-name/style.safetensors"])
+def test_a_file_that_is_not_there_is_refused_by_the_plan(tiny_recipe, name):
+    with pytest.raises(RecipeError, match=f"lora: {name}: there is no such folder or file. Say a fol"):
+        set_up(load_recipe(tiny_recipe, {"lora": [f"{name}:0.5"]}))
 
 
 def test_the_command_line_takes_several_and_refuses_what_is_none(tiny_recipe, tmp_path, cli):
