@@ -5,6 +5,7 @@ Each function adds what it finds to `Findings`: problems refuse the recipe, note
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,7 +84,8 @@ def check_lora(recipe: Recipe, found: Findings) -> None:
             "lora: weights=random have nothing to change. Leave lora out, or name a checkpoint."
         )
     for words in recipe.lora:
-        name = words.rpartition("/")[2]  # notes go into pictures, which are nobody's place for folders
+        words = re.sub(r"[/\\]+(:[^/\\]*)?$", r"\1", words)
+        name = re.split(r"[/\\]", words)[-1]  # notes go into pictures, which are nobody's place for folders
         found.note("lora", f"lora {name}: added to the DiT's weights while they are loaded")
 
 

@@ -435,8 +435,14 @@ def test_a_recipe_without_adapters_has_the_digest_that_it_had_and_one_with_has_a
 
 def test_the_plan_says_what_is_added(tiny_recipe, tmp_path):
     path = write(tmp_path / "style.safetensors", {"blocks.0.attn.out_proj": pair(64, 64)})
-    setup = set_up(load_recipe(tiny_recipe, {"lora": [f"{path}:0.5"]}), strict=True)
-    assert "lora style.safetensors:0.5: added to the DiT's weights while they are loaded" in setup.notes
+    folder = tmp_path / "trained"
+    folder.mkdir()
+    write(folder / "adapter_model.safetensors", {"blocks.0.attn.out_proj": pair(64, 64)})
+    places = {f"{path}:0.5": "style.safetensors:0.5", f"{folder}/:2": "trained:2", f"{folder}//": "trained"}
+    notes = set_up(load_recipe(tiny_recipe, {"lora": list(places)}), strict=True).notes
+    for name in places.values():
+        assert f"lora {name}: added to the DiT's weights while they are loaded" in notes
+    assert not any(str(tmp_path) in note for note in notes)
 
 
 def test_layers_that_are_stored_in_8_bits_are_told_of(checkpoints, tmp_path, caplog):
