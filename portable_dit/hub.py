@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_dit.errors import WeightsError
-from portable_dit.lora import CONFIG
+from portable_dit.lora import CONFIG, has_config
 from portable_dit.models.spec import Family, HubFiles
 
 DEFAULT_REVISION = "main"
@@ -144,7 +144,9 @@ def fetch_adapter(words: str) -> Path:
         files = [n for n in beside if (n == ref.inside if is_file else n.endswith(".safetensors"))]
         if not files:
             raise WeightsError(f"lora: {ref}: no such .safetensors file in the repository.")
-        return [*files, *(name for name in beside if name.rpartition("/")[2] == CONFIG)]
+        there = [name.rpartition("/")[2] for name in beside]
+        wanted = any(has_config(name.rpartition("/")[2], there) for name in files)
+        return [*files, *(name for name in beside if wanted and name.rpartition("/")[2] == CONFIG)]
 
     return _fetch(ref, choose, configs_only=False)
 

@@ -7,7 +7,7 @@ offload. What cannot be met was refused before, in `setup`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -245,7 +245,7 @@ def _fill(
     unused = tensor_map.unused | {part for ours in elsewhere for part in tensor_map.sources[ours].names}
     added = added if name == "dit" else Additions()
     _log_double_rounding(added, tensor_map.sources, stored)
-    with _cached(module, stored, name, place, setup, parts, added.identities) as cache:
+    with _cached(module, stored, name, place, setup, parts, added) as cache:
         return load_component(
             module,
             stored,
@@ -282,7 +282,7 @@ def _cached(
     place: Path,
     setup: Setup,
     parts: Parts | None,
-    changed_by: Sequence[str],
+    added: Additions,
 ) -> AbstractContextManager[CachedWeights | None]:
     """The cache entry of a quantised component, None when the recipe wants none."""
     format = setup.plan.formats[name]
@@ -290,7 +290,7 @@ def _cached(
         return nullcontext()
     from portable_dit.weight_cache import CachedWeights
 
-    title = f"{place} as {format}"
+    title, changed_by = f"{place} as {format}", [adapter.identity for adapter in added.adapters]
     if parts is None:
         return CachedWeights(module, stored, title=title, changed_by=changed_by)
     label = parts.label(name)

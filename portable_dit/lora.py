@@ -11,6 +11,7 @@ Letters: N out features, K in features, R rank.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -33,12 +34,27 @@ PREFIXES = ("base_model.model.", "transformer.", "lora_transformer_", *COMFY_PRE
 COMFY = "comfy"  # what families call that dialect
 FILE_NAMES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # PEFT's and diffusers'
 CONFIG = "adapter_config.json"
+SUFFIX = ".safetensors"
 ROWS_AT_ONCE = 4096
+LARGEST = 3.4028234663852886e38  # of float32
+MOST_TIMES = 1000  # as large as the weight; what adapters are trained for is a part of it
 _PART = re.compile(
     r"^(?P<layer>.+)\.(?:(?P<down>lora_A|lora_down|lora\.down)|(?P<up>lora_B|lora_up|lora\.up))"
     r"(?:\.default)?(?:\.weight)?$"
 )
 _TEXT_ENCODER = re.compile(r"^(text_encoder|lora_te|te\d?_)")
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+# What PEFT (0.21) calls a way of training, and how else it would draw than W + up @ down of this file.
+OTHER_WAYS = {
+    "use_dora": "DoRA", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA", "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA", "arrow_config": "Arrow, which chooses among adapters",
+    "alora_invocation_tokens": "aLoRA, which begins at a token", "lora_bias": "changes of biases",
+    "layer_replication": "layers that are repeated", "modules_to_save": "layers that were trained whole",
+    "trainable_token_indices": "rows of an embedding", "fan_in_fan_out": "weights that are stored turned",
+    "target_parameters": "parameters of experts that lie in one",
+}  # fmt: skip
+# Beginnings that leave the base's weights as they are; pissa, olora, corda, loftq and lora_ga change them.
+PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 # Parts of names by which other kinds of adapters are known.
 OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA", "dora_scale": "DoRA", "hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT",
@@ -65,11 +81,13 @@ class Adapter:
 
     @property
     def identity(self) -> str:
-        """Tells what it adds from what another file or scale adds."""
-        from portable_dit.weight_cache import fingerprint
-
-        matrices = {m.name: m for low in self.layers.values() for m in (low.down, low.up)}
-        return f"{fingerprint(matrices)} {sorted((name, low.scale) for name, low in self.layers.items())}"
+        """Tells what it adds from what any other adds: a digest of all its numbers, which are few."""
+        digest = hashlib.sha256()
+        for layer, low in sorted(self.layers.items()):
+            for matrix in (low.down, low.up):
+                digest.update(f"{layer} {matrix.dtype} {matrix.shape} {low.scale}\n".encode())
+                digest.update(matrix.content())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +112,34 @@ class Change:
                 total.index_add_(0, places[few], up[few] @ down, alpha=low.scale)
         return total
 
+    def require_proportion(self, name: str, weight: Tensor, added: Tensor) -> None:
+        """Raises WeightsError where a change is so much larger than its weight that only noise is drawn.
+
+        A weight of zeros may be changed to anything finite.
+        """
+        before, change = _largest(weight), _largest(added)
+        if not change <= (MOST_TIMES * before if before else LARGEST):  # NaN is no more than anything
+            files = ", ".join(sorted({low.up.path.name for low, _ in self.parts}))
+            raise WeightsError(
+                f"lora: {files}: it adds up to {change:.2g} to {name}, whose values are up to {before:.2g}. "
+                f"More than {MOST_TIMES} times as much draws noise. Say a smaller scale."
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Additions:
-    """All that is added, by the name of our parameter. identities: of the adapters, for a cache."""
+    """All that is added, by the name of our parameter, and by which adapters."""
 
     changes: Mapping[str, Change] = field(default_factory=dict)
-    identities: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+
+
+def _largest(tensor: Tensor) -> float:
+    """Of its magnitudes; 0 of none, NaN where there is one."""
+    if tensor.numel() == 0:
+        return 0.0
+    least, most = (bound.float().item() for bound in tensor.aminmax())
+    return max(-least, most) if least == least else least
 
 
 def split_scale(words: str) -> tuple[str, float]:
@@ -123,15 +162,13 @@ def read_adapter(place: Path, scale: float) -> Adapter:
     path = _file_in(place) if place.is_dir() else place
     file = open_tensor_file(path)
     pairs = _pairs(file)
-    factors = _factors(file, pairs)
-    layers = {}
     for layer, (down, up) in pairs.items():
-        if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
-            shapes = f"{list(down.shape)} and {list(up.shape)}"
-            raise WeightsError(f"lora: {path}: {layer}: {shapes}, where [R, K] and [N, R] are needed.")
-        if not (down.is_finite() and up.is_finite()):
-            raise WeightsError(f"lora: {path}: {layer}: NaN or infinite values. Its training went astray.")
-        layers[layer] = LowRank(down, up, scale * factors[layer])
+        _require_low_rank(f"lora: {path}: {layer}", down, up)
+    layers = {}
+    for layer, factor in _factors(file, pairs).items():
+        if abs(scale * factor) > LARGEST:
+            raise WeightsError(f"lora: {path}: {layer}: a scale of {scale * factor:g} is beyond float32.")
+        layers[layer] = LowRank(*pairs[layer], scale * factor)
     return Adapter(path, layers)
 
 
@@ -161,17 +198,31 @@ def add(
         if problems:
             title = f"lora: {adapter.path}: made for a model of another size or form."
             raise WeightsError(listed(title, problems))
-    return Additions(changes, tuple(adapter.identity for adapter in adapters))
+    return Additions(changes, tuple(adapters))
+
+
+def has_config(name: str, folder: Sequence[str]) -> bool:
+    """Whether a trainer's config is that of an adapter of this name. folder: the names beside it."""
+    return name in FILE_NAMES or [other for other in folder if other.endswith(SUFFIX)] == [name]
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Of its files, sorted. Raises WeightsError for a folder that may not be read."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise WeightsError(f"lora: {folder}: cannot be read ({error.strerror}). Check its mode.") from error
 
 
 def _file_in(folder: Path) -> Path:
     """The one adapter of a folder."""
-    named = [folder / name for name in FILE_NAMES if (folder / name).is_file()]
-    found = named or sorted(folder.glob("*.safetensors"))
+    there = _names_in(folder)
+    named = [name for name in FILE_NAMES if name in there]
+    found = named or [name for name in there if name.endswith(SUFFIX)]
     if len(found) == 1:
-        return found[0]
-    there = ", ".join(path.name for path in found) or "none"
-    raise WeightsError(f"lora: {folder}: one .safetensors file is needed, and it has {there}. Name the file.")
+        return folder / found[0]
+    names = ", ".join(found) or "none"
+    raise WeightsError(f"lora: {folder}: one {SUFFIX} file is needed, and it has {names}. Name the file.")
 
 
 def _pairs(file: TensorFile) -> dict[str, tuple[StoredTensor, StoredTensor]]:
@@ -192,6 +243,9 @@ def _pairs(file: TensorFile) -> dict[str, tuple[StoredTensor, StoredTensor]]:
         raise WeightsError(
             listed(f"lora: {file.path}: {what} only LoRA's pairs of matrices are read:", strange)
         )
+    alphas = [name for name in file.tensors if name.endswith(".alpha")]
+    if lost := [name for name in alphas if name.removesuffix(".alpha") not in downs.keys() | ups.keys()]:
+        raise WeightsError(listed(f"lora: {file.path}: no matrices of these layers are in it:", lost))
     if not downs and not ups:
         raise WeightsError(f"lora: {file.path}: no lora_A and lora_B, nor lora_down and lora_up, are in it.")
     if alone := sorted(downs.keys() ^ ups.keys()):
@@ -201,27 +255,53 @@ def _pairs(file: TensorFile) -> dict[str, tuple[StoredTensor, StoredTensor]]:
             listed(f"lora: {file.path}: it changes the text encoder, and only the DiT is changed:", text)
             + "\nExport it without the text encoder."
         )
+    if len(prefixes := sorted({_prefix(layer) for layer in downs})) > 1:
+        raise WeightsError(
+            listed(
+                f"lora: {file.path}: its layers do not all begin alike, so it may be two in one:", prefixes
+            )
+        )
     return {layer: (downs[layer], ups[layer]) for layer in downs}
+
+
+def _require_low_rank(what: str, down: StoredTensor, up: StoredTensor) -> None:
+    """Raises WeightsError for two matrices that are no [R, K] and [N, R] of finite numbers."""
+    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
+        shapes = f"{list(down.shape)} and {list(up.shape)}"
+        raise WeightsError(f"{what}: {shapes}, where [R, K] and [N, R] are needed.")
+    if not {down.dtype, up.dtype} <= set(FLOATS):
+        raise WeightsError(f"{what}: {down.dtype} and {up.dtype}. Known: {', '.join(FLOATS)}.")
+    if not (down.is_finite() and up.is_finite()):
+        raise WeightsError(f"{what}: NaN or infinite values. Its training went astray.")
 
 
 def _factors(file: TensorFile, pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]) -> dict[str, float]:
     """What each layer's product is multiplied by: alpha / R, or alpha / sqrt(R) where the trainer says so."""
     config = _trainer_config(file)
-    patterns = config.get("alpha_pattern") or {}
     given = config.get("lora_alpha", file.metadata.get("lora_alpha", file.metadata.get("ss_network_alpha")))
     found = {}
     for layer, (down, _) in pairs.items():
-        rank = down.shape[0]
+        rank, own = down.shape[0], file.tensors.get(f"{layer}.alpha")
         try:
-            named = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", _bare(layer)))
-            own = file.tensors.get(f"{layer}.alpha")
-            alpha = _number(own) if own is not None else float(next(named, rank if given is None else given))
-        except (TypeError, ValueError, AttributeError, re.error) as error:
-            raise WeightsError(f"lora: {file.path}: alpha of {layer} cannot be read ({error}).") from error
+            said = int(_of_layer(layer, config.get("rank_pattern"), config.get("r") or rank))
+            other = _of_layer(layer, config.get("alpha_pattern"), rank if given is None else given)
+            alpha = float(other) if own is None else _number(own)
+        except (TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
+            problem = f"alpha or rank of {layer} cannot be read ({error})."
+            raise WeightsError(f"lora: {file.path}: {problem}") from error
+        if said != rank:
+            problem = f"{layer} has rank {rank}, and its config says {said}. Export both together."
+            raise WeightsError(f"lora: {file.path}: {problem}")
         if not math.isfinite(alpha):
             raise WeightsError(f"lora: {file.path}: alpha of {layer} is {alpha}.")
         found[layer] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return found
+
+
+def _of_layer(layer: str, patterns: Mapping[str, Any] | None, other: Any) -> Any:
+    """What PEFT's patterns say of a layer: the first that its name ends in, else the other."""
+    named = (patterns or {}).items()
+    return next((value for key, value in named if re.match(rf"(.*\.)?({key})$", _bare(layer))), other)
 
 
 def _number(stored: StoredTensor) -> float:
@@ -235,10 +315,15 @@ def _number(stored: StoredTensor) -> float:
 
 def _trainer_config(file: TensorFile) -> Mapping[str, Any]:
     """What the trainer's library wrote beside the matrices: into the header, or into a file next to it."""
-    beside = file.path.with_name(CONFIG)
     text = file.metadata.get("lora_adapter_metadata")
-    if text is None and file.path.name in FILE_NAMES and beside.is_file():
-        text = beside.read_text(encoding="utf-8", errors="replace")
+    beside = file.path.with_name(CONFIG)
+    if text is None and beside.is_file() and has_config(file.path.name, _names_in(beside.parent)):
+        try:
+            text = beside.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise WeightsError(
+                f"lora: {beside}: cannot be read ({error.strerror}). Check its mode."
+            ) from error
     if text is None:
         return {}
     try:
@@ -249,14 +334,36 @@ def _trainer_config(file: TensorFile) -> Mapping[str, Any]:
         raise WeightsError(f"lora: {file.path}: its config is no JSON object. Export it again.")
     # Saved with a whole pipeline, its keys begin with the component's name.
     config = {key.removeprefix("transformer."): value for key, value in config.items()}
-    if config.get("use_dora"):
-        raise WeightsError(f"lora: {file.path}: DoRA, and only LoRA is read. Export it as LoRA.")
+    if problems := _other_ways(config):
+        raise WeightsError(
+            listed(f"lora: {file.path}: only plain LoRA is read, and its config says", problems)
+        )
     return config
+
+
+def _other_ways(config: Mapping[str, Any]) -> list[str]:
+    """Everything that a config says and that would draw otherwise than the two matrices alone."""
+    found = [f"{key}: {what}" for key, what in OTHER_WAYS.items() if config.get(key)]
+    kind, bias = config.get("peft_type") or "LORA", config.get("bias") or "none"
+    beginning = config.get("init_lora_weights")
+    found += [f"peft_type: {kind}"] if kind != "LORA" else []
+    found += [f"bias: {bias}, changes of biases"] if bias != "none" else []
+    if (beginning.lower() if isinstance(beginning, str) else beginning) not in PLAIN_BEGINNINGS:
+        found.append(
+            f"init_lora_weights: {beginning}, which changes the base too. Save it with "
+            "path_initial_model_for_weight_conversion"
+        )
+    return found
+
+
+def _prefix(layer: str) -> str:
+    """What a trainer has put before the layer's name, "" for nothing."""
+    return next((prefix for prefix in PREFIXES if layer.startswith(prefix)), "")
 
 
 def _bare(layer: str) -> str:
     """The layer's name in its dialect."""
-    return layer.removeprefix(next((p for p in PREFIXES if layer.startswith(p)), ""))
+    return layer.removeprefix(_prefix(layer))
 
 
 def _dialect_of(
@@ -267,10 +374,23 @@ def _dialect_of(
     for known in _tables(adapter, dialects):
         unknown = [layer for layer in adapter.layers if _bare(layer) not in known]
         if not unknown:
+            _require_once(adapter, known)
             return known
         fewest = unknown if fewest is None or len(unknown) < len(fewest) else fewest
     title = f"lora: {adapter.path}: made for another model, or for layers that are not plain matrices:"
     raise WeightsError(listed(title, fewest or []))
+
+
+def _require_once(adapter: Adapter, known: Mapping[str, StoredRows]) -> None:
+    """Raises WeightsError where two names mean one matrix, which would be changed twice."""
+    first: dict[int, str] = {}
+    twice = [
+        f"{layer} and {other}"
+        for layer in adapter.layers
+        if (other := first.setdefault(id(known[_bare(layer)]), layer)) != layer
+    ]
+    if twice:
+        raise WeightsError(listed(f"lora: {adapter.path}: two names of one and the same layer:", twice))
 
 
 def _tables(

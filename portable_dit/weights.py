@@ -272,6 +272,7 @@ class Made:
         if self.change is not None:
             added = self.change.on(self.change_on)
             added = added if self.share is None else self.share.cut(added)
+            self.change.require_proportion(self.name, tensor, added)
             tensor = added.to(tensor.device).contiguous().add_(tensor)
         return tensor
 

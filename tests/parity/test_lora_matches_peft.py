@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from h3_pairs import dit_pair
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from test_h3_dit_matches_diffusers import inputs, ours_forward, theirs_forward
 
 from portable_dit.errors import WeightsError
-from portable_dit.lora import add, read_adapter
+from portable_dit.lora import OTHER_WAYS, add, read_adapter
 from portable_dit.models.h3_image.checkpoint import tensor_map
 from portable_dit.models.h3_image.config import H3Config
 from portable_dit.models.h3_image.dialects import stored_rows
@@ -37,6 +37,17 @@ CONFIGS = {
         "alpha_pattern": {"transformer_blocks.1.attn.to_v": 16},
     },
 }
+# Keys of PEFT's config that our code reads, and those that say how to train, or what tensors show.
+READ = {
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias",
+    "init_lora_weights",
+}  # fmt: skip
+OF_TRAINING = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
+    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "velora_config", "qalora_group_size", "ensure_weight_tying",
+}  # fmt: skip
 
 
 def loaded(config, weights: Path, adapters) -> H3Transformer:
@@ -103,3 +114,48 @@ def test_dora_is_refused_with_what_it_is(pair, tmp_path):
     theirs.save_lora_adapter(tmp_path / "adapter")
     with pytest.raises(WeightsError, match="DoRA"):
         read_adapter(tmp_path / "adapter", 1.0)
+
+
+def test_an_adapter_that_peft_saves_by_itself_has_its_config_beside_it(pair, tmp_path):
+    theirs, config, weights = pair
+    given = inputs([])
+    wish = {
+        "lora_alpha": 6,
+        "rank_pattern": {"to_v": 2},
+        "alpha_pattern": {"to_q": 1},
+        "layers_to_transform": [1],
+    }
+    with torch.no_grad():
+        torch.manual_seed(0)
+        targets = LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False, **wish)
+        wrapped = get_peft_model(theirs, targets)
+        wrapped.save_pretrained(tmp_path / "adapter")
+        wanted = theirs_forward(theirs, *given, 0.5)
+        adapter = read_adapter(tmp_path / "adapter", 1.0)
+        found = ours_forward(loaded(config, weights, [adapter]), *given, 0.5)
+    assert all(layer.startswith("base_model.model.") and ".1." in layer for layer in adapter.layers)
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_every_key_of_a_config_is_read_or_refused_or_of_the_training_alone():
+    """A key that is new in PEFT is to be looked at: an adapter with it may be more than two matrices."""
+    known = [*READ, *OF_TRAINING, *OTHER_WAYS]
+    assert len(known) == len(set(known))
+    assert LoraConfig().to_dict().keys() <= set(known)
+
+
+@pytest.mark.parametrize("beginning", [True, "gaussian", "orthogonal", "mica", "pissa", "olora"])
+def test_a_beginning_that_changes_the_base_is_refused_and_no_other(pair, beginning, tmp_path):
+    theirs, _, _ = pair
+    base = {name: value.clone() for name, value in theirs.state_dict().items()}
+    config = LoraConfig(r=2, init_lora_weights=beginning, target_modules=["to_q"])
+    theirs.add_adapter(config)
+    now = {name.replace(".base_layer.", "."): value for name, value in theirs.state_dict().items()}
+    changed = any(not torch.equal(value, now[name]) for name, value in base.items())
+    theirs.save_lora_adapter(tmp_path / "adapter")
+    if changed:
+        with pytest.raises(WeightsError, match=f"init_lora_weights: {beginning}, which changes the base"):
+            read_adapter(tmp_path / "adapter", 1.0)
+    else:
+        assert read_adapter(tmp_path / "adapter", 1.0).layers
+    assert changed == (beginning in ("pissa", "olora"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +18,11 @@ from portable_dit.engine import Engine
 from portable_dit.errors import RecipeError, WeightsError
 from portable_dit.loading import load_model
 from portable_dit.lora import add, read_adapter, split_scale
-from portable_dit.models.h3_image.random_checkpoint import write_random
+from portable_dit.models.h3_image.dialects import stored_rows as h3_rows
+from portable_dit.models.h3_image.dit import H3Transformer
+from portable_dit.models.h3_image.random_checkpoint import TINY, write_random
+from portable_dit.models.hunyuan_image_3.checkpoint import stored_rows as hunyuan_rows
+from portable_dit.models.hunyuan_image_3.random_checkpoint import TINY as TINY_HUNYUAN
 from portable_dit.models.hunyuan_image_3.random_checkpoint import write_random as write_hunyuan
 from portable_dit.models.spec import StoredRows, TensorSource
 from portable_dit.quantize import QuantizedLinear, quantized_weights
@@ -311,6 +317,25 @@ def test_alpha_is_taken_from_where_trainers_write_it(tmp_path):
     assert read_adapter(folder, 1.0).layers[layer].scale == 4.0
 
 
+def test_a_config_belongs_to_the_only_file_and_to_none_of_several(tmp_path):
+    one = {"a": pair(8, 8)}
+    path = write(tmp_path / "renamed.safetensors", one)
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    assert read_adapter(path, 1.0).layers["a"].scale == 2.0
+    assert read_adapter(tmp_path, 1.0).layers["a"].scale == 2.0
+    write(tmp_path / "adapter_model.safetensors", one)
+    assert read_adapter(tmp_path, 1.0).layers["a"].scale == 2.0
+    assert read_adapter(path, 1.0).layers["a"].scale == 1.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that opens and cannot be read")
+def test_a_config_that_cannot_be_read_is_told_of(tmp_path):
+    write(tmp_path / "adapter_model.safetensors", OURS)
+    (tmp_path / "adapter_config.json").symlink_to("/proc/self/mem")
+    with pytest.raises(WeightsError, match=r"adapter_config\.json: cannot be read"):
+        read_adapter(tmp_path, 1.0)
+
+
 BAD = {
     "one of the two matrices is missing": {"a.lora_A.weight": torch.ones(2, 4)},
     "no lora_A and lora_B": {},
@@ -327,6 +352,25 @@ BAD = {
         "a.lora_A.weight": torch.full((2, 4), torch.nan),
         "a.lora_B.weight": torch.ones(4, 2),
     },
+    "I8 and F32": {
+        "a.lora_A.weight": torch.ones(2, 4, dtype=torch.int8),
+        "a.lora_B.weight": torch.ones(4, 2),
+    },
+    "no matrices of these layers": {
+        "a.lora_A.weight": torch.ones(2, 4),
+        "a.lora_B.weight": torch.ones(4, 2),
+        "b.alpha": torch.tensor(4.0),
+    },
+    "do not all begin alike": {
+        "transformer.a.lora_A.weight": torch.ones(2, 4),
+        "transformer.a.lora_B.weight": torch.ones(4, 2),
+        "a.lora_A.weight": torch.ones(2, 4),
+        "a.lora_B.weight": torch.ones(4, 2),
+    },
+    "where [R, K] and [N, R] are needed: rank 0": {
+        "a.lora_A.weight": torch.ones(0, 4),
+        "a.lora_B.weight": torch.ones(4, 0),
+    },
     "the text encoder": {
         "lora_te_a.lora_down.weight": torch.ones(2, 4),
         "lora_te_a.lora_up.weight": torch.ones(4, 2),
@@ -337,7 +381,7 @@ BAD = {
 @pytest.mark.parametrize("reason", BAD)
 def test_what_is_no_lora_is_refused_with_what_it_is(reason, tmp_path):
     save_file(BAD[reason], tmp_path / "style.safetensors")
-    with pytest.raises(WeightsError, match=re.escape(reason)):
+    with pytest.raises(WeightsError, match=re.escape(reason.partition(": ")[0])):
         read_adapter(tmp_path / "style.safetensors", 1.0)
 
 
@@ -351,7 +395,7 @@ def test_a_layer_that_is_there_twice_is_refused(tmp_path):
 @pytest.mark.parametrize("alpha", [torch.ones(3), torch.tensor(torch.inf), torch.ones(0)])
 def test_an_alpha_that_is_no_finite_number_is_refused(alpha, tmp_path):
     path = write(tmp_path / "style.safetensors", {"a": pair(4, 4)}, more={"a.alpha": alpha})
-    with pytest.raises(WeightsError, match="alpha of a"):
+    with pytest.raises(WeightsError, match=r"alpha (or rank )?of a"):
         read_adapter(path, 1.0)
 
 
@@ -366,14 +410,88 @@ NONSENSE = (
     json.dumps({"alpha_pattern": {".*": None}}),
     json.dumps({"transformer.use_dora": True}),
     '{"lora_alpha": NaN}',
+    '{"r": 8}',
+    '{"r": 1e999}',
+    '{"r": 4, "rank_pattern": {"qkv_proj": 2}}',
 )
 
 
 @pytest.mark.parametrize("config", NONSENSE, ids=range(len(NONSENSE)))
 def test_a_config_that_says_nothing_sensible_is_refused(config, tmp_path):
     path = write(tmp_path / "style.safetensors", OURS, metadata={"lora_adapter_metadata": config})
-    with pytest.raises(WeightsError, match=r"JSON|alpha|DoRA"):
+    with pytest.raises(WeightsError, match=r"JSON|alpha|rank|DoRA"):
         read_adapter(path, 1.0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"peft_type": "ADALORA"},
+        {"bias": "lora_only"},
+        {"lora_bias": True},
+        {"fan_in_fan_out": True},
+        {"modules_to_save": ["head"]},
+        {"layer_replication": [[0, 4], [2, 5]]},
+        {"alora_invocation_tokens": [1, 2]},
+        {"use_qalora": True},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "OLoRA"},
+        {"transformer.init_lora_weights": "loftq"},
+    ],
+    ids=str,
+)
+def test_a_config_that_says_more_than_two_matrices_is_refused_by_its_key(config, tmp_path):
+    path = write(tmp_path / "style.safetensors", OURS, metadata={"lora_adapter_metadata": json.dumps(config)})
+    ((key, _),) = config.items()
+    with pytest.raises(
+        WeightsError, match=f"only plain LoRA is read.*\n  {key.removeprefix('transformer.')}"
+    ):
+        read_adapter(path, 1.0)
+
+
+def test_two_names_of_one_layer_are_refused(tiny_recipe, tmp_path):
+    both = {name: pair(64, 64) for name in ("blocks.0.attn.out_proj", "blocks_0_attn_out_proj")}
+    path = write(tmp_path / "style.safetensors", both)
+    with pytest.raises(WeightsError, match=r"two names of one.*\n  blocks_0_attn_out_proj and blocks\.0\."):
+        Engine.load(tiny_recipe, {"lora": [str(path)]})
+
+
+@pytest.mark.parametrize(
+    ("keys", "scale", "words"),
+    [
+        ({}, "-1e6", "to blocks.0.attn.out_proj.weight, whose values"),
+        ({}, "1e38", "it adds up to inf to blocks.0.attn.out_proj.weight, whose values"),
+        ({"quantization.dit": "int8_row"}, "1e38", "it adds up to inf to blocks.0.attn.out_proj.weight"),
+        ({}, "1e308", "a scale of 1e+308 is beyond float32"),
+    ],
+)
+def test_a_scale_that_leaves_nothing_of_a_weight_is_refused(tiny_recipe, keys, scale, words, tmp_path):
+    path = write(tmp_path / "style.safetensors", {"blocks.0.attn.out_proj": pair(64, 64)})
+    with pytest.raises(WeightsError, match=rf"lora: .*style\.safetensors: .*{re.escape(words)}"):
+        Engine.load(tiny_recipe, {**keys, "lora": [f"{path}:{scale}"]})
+
+
+def test_adapters_that_differ_anywhere_have_entries_of_their_own_in_a_cache(tmp_path):
+    path, seen = tmp_path / "style.safetensors", set()
+    for value in (0.0, 1.0):
+        up = torch.zeros(64, 64)
+        up[0, 0] = value
+        write(path, {"a": (torch.ones(64, 64), up)})
+        os.utime(path, ns=(0, 0))
+        seen.add(read_adapter(path, 1.0).identity)
+    assert len(seen) == 2
+    copy = shutil.copy(path, tmp_path / "copy.safetensors")
+    assert read_adapter(Path(copy), 1.0).identity in seen
+
+
+def test_no_two_layers_have_one_name_with_underscores_for_dots():
+    with torch.device("meta"):
+        module = H3Transformer(TINY.dit)
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    tables = [*h3_rows(shapes, TINY.dit).values(), hunyuan_rows(TINY_HUNYUAN)]
+    for table in tables:
+        assert len({name.replace(".", "_") for name in table}) == len(table) > 10
+    assert len(tables) == 4
 
 
 def test_a_folder_with_several_files_is_asked_which(tmp_path):
