@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HOST = "cpu"  # what torch calls the memory that offloaded weights rest in
 # Of a device's memory: less than this in use is the driver's own, which differs by so much between versions.
 NEGLIGIBLE_SHARE = 0.01
-BYTES_A_TOKEN = 3  # of a prompt in UTF-8; fewer than English (4 to 5) and Chinese (about 4) have
+BYTES_A_TOKEN = 3  # of words in UTF-8; fewer than English (4 to 5) and Chinese (about 4) have
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,14 @@ def fetch(setup: Setup) -> Setup:
 
 
 def _tokens(request: ResolvedRequest) -> int:
-    """About how many tokens the request's texts are, rather too many than too few."""
+    """About how many tokens the request's texts are, rather too many than too few.
+
+    Digits and signs count one for each byte: tokenizers have a token for each digit, and for most signs.
+    """
     text = request.prompt + (request.system_prompt or "")
-    return -(-len(text.encode()) // BYTES_A_TOKEN)
+    words = "".join(letter for letter in text if letter.isalpha() or letter.isspace())
+    word_bytes, all_bytes = len(words.encode()), len(text.encode())
+    return all_bytes - word_bytes - (-word_bytes // BYTES_A_TOKEN)
 
 
 def require_packages(spec: ModelSpec) -> None:

@@ -468,3 +468,5 @@ def test_a_request_is_planned_with_the_length_of_its_prompt():
     for stage in ("text_encoder", "dit"):
         assert long.stages[stage] > short.stages[stage]
     assert size("\u82f9\u679c" * 2000).stages["dit"] > size("ap" * 2000).stages["dit"], "three bytes a letter"
+    assert size("42" * 2000).stages["dit"] > size("ap" * 2000).stages["dit"], "a token a digit"
+    assert size("ap" * 3000 + "42").stages["dit"] > size("ap" * 3000).stages["dit"]
