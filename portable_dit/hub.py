@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_dit.errors import WeightsError
-from portable_dit.lora import CONFIG, has_config
+from portable_dit.lora import CONFIG, SUFFIX, adapter_among, has_config
 from portable_dit.models.spec import Family, HubFiles
 
 DEFAULT_REVISION = "main"
@@ -136,17 +136,16 @@ def fetch_component(words: str, *, configs_only: bool = False) -> Path:
 def fetch_adapter(words: str) -> Path:
     """The folder or file of a LoRA adapter, with what its trainer says beside it and nothing else."""
     ref = HubRef.parse(words, "lora")
-    is_file = ref.inside.endswith(".safetensors")
-    folder = ref.inside.rpartition("/")[0] if is_file else ref.inside
+    folder, _, file = ref.inside.rpartition("/") if ref.inside.endswith(SUFFIX) else (ref.inside, "", "")
+    inside = f"{folder}/" if folder else ""
 
     def choose(names: Sequence[str]) -> Sequence[str]:
-        beside = [name for name in names if name.rpartition("/")[0] == folder]
-        files = [n for n in beside if (n == ref.inside if is_file else n.endswith(".safetensors"))]
-        if not files:
-            raise WeightsError(f"lora: {ref}: no such .safetensors file in the repository.")
-        there = [name.rpartition("/")[2] for name in beside]
-        wanted = any(has_config(name.rpartition("/")[2], there) for name in files)
-        return [*files, *(name for name in beside if wanted and name.rpartition("/")[2] == CONFIG)]
+        there = [name.removeprefix(inside) for name in names if name.rpartition("/")[0] == folder]
+        if file and file not in there:
+            raise WeightsError(f"lora: {ref}: no such {SUFFIX} file in the repository.")
+        found = file or adapter_among(there, str(ref))
+        config = [CONFIG] if CONFIG in there and has_config(found, there) else []
+        return [f"{inside}{name}" for name in (found, *config)]
 
     return _fetch(ref, choose, configs_only=False)
 

@@ -206,6 +206,16 @@ def has_config(name: str, folder: Sequence[str]) -> bool:
     return name in FILE_NAMES or [other for other in folder if other.endswith(SUFFIX)] == [name]
 
 
+def adapter_among(names: Sequence[str], where: str) -> str:
+    """The one adapter among a folder's files. Raises WeightsError where there is none or several."""
+    named = [name for name in FILE_NAMES if name in names]
+    found = named or [name for name in names if name.endswith(SUFFIX)]
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(found) or "none"
+    raise WeightsError(f"lora: {where}: one {SUFFIX} file is needed, and it has {there}. Name the file.")
+
+
 def _names_in(folder: Path) -> list[str]:
     """Of its files, sorted. Raises WeightsError for a folder that may not be read."""
     try:
@@ -216,13 +226,7 @@ def _names_in(folder: Path) -> list[str]:
 
 def _file_in(folder: Path) -> Path:
     """The one adapter of a folder."""
-    there = _names_in(folder)
-    named = [name for name in FILE_NAMES if name in there]
-    found = named or [name for name in there if name.endswith(SUFFIX)]
-    if len(found) == 1:
-        return folder / found[0]
-    names = ", ".join(found) or "none"
-    raise WeightsError(f"lora: {folder}: one {SUFFIX} file is needed, and it has {names}. Name the file.")
+    return folder / adapter_among(_names_in(folder), str(folder))
 
 
 def _pairs(file: TensorFile) -> dict[str, tuple[StoredTensor, StoredTensor]]:

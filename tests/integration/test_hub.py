@@ -193,6 +193,16 @@ def test_an_adapter_on_a_hub_is_fetched_with_its_config_and_nothing_else(hub, tm
     assert set(hub.downloaded()) == {"adapter_model.safetensors", "adapter_config.json"}
     assert drawn("SOMEONE/Style:0.25", HF_HUB_OFFLINE="1") == fetched == drawn(f"{style}:0.25")
     assert drawn(f"{style}:0.5") != fetched
+    before = hub.downloaded()
+    shutil.copy(style / "adapter_model.safetensors", style / "other.safetensors")
+    hub.repos["SOMEONE/Two", "main"] = style
+    assert drawn("SOMEONE/Two:0.25") == fetched
+    hub.repos["SOMEONE/Unclear", "main"] = unclear = tmp_path / "unclear"
+    shutil.copytree(style, unclear)
+    (unclear / "adapter_model.safetensors").rename(unclear / "another.safetensors")
+    several = drawn("SOMEONE/Unclear", code=2)
+    assert b"one .safetensors file is needed, and it has another.safetensors, other.safetensors" in several
+    assert hub.downloaded() == before, "neither what lies beside the adapter nor anything unclear"
     missing = drawn("SOMEONE/Missing", code=2)
     assert b"lora: SOMEONE/Missing: the hub has no such repository" in missing
 
