@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-NOBODY = 65534
 RECIPES = {
     "h3-image": "nvidia/h200/h3-image-1x-bf16",
     "hunyuan-image-3": "nvidia/h200/hunyuan-image-3-1x-fp8",
 }
+LIBC = ctypes.CDLL(None, use_errno=True)
+CAPABILITIES_VERSION = 0x20080522  # the third, of two sets of 32 bits
+PASSES_MODES = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
 
 
 @pytest.fixture(scope="module")
-def checkpoints(cli) -> Iterator[dict[str, Path]]:
-    """One of each large model with random weights, in folders that anybody may enter.
-
-    pytest's own folders are their owner's alone again whenever it starts, be it for other tests.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        yield _checkpoints(Path(name), cli)
-
-
-def _checkpoints(base: Path, cli) -> dict[str, Path]:
-    base.chmod(0o755)
+def checkpoints(cli, tmp_path_factory) -> dict[str, Path]:
+    """One of each large model with random weights."""
+    base = tmp_path_factory.mktemp("hidden")
     (base / "drawn").mkdir()
-    (base / "drawn").chmod(0o777)
     for model in RECIPES:
         done = cli("weights", "init", "--model", model, "--config", "tiny", "-o", base / model)
-        assert done.exit_code == 0, done.stderr
-        done = draw(
-            cli, base / model, base / "drawn" / "first.png"
-        )  # and all that is imported is, while we may read it
         assert done.exit_code == 0, done.stderr
     return {model: base / model for model in RECIPES}
 
@@ -50,17 +39,30 @@ def draw(cli, checkpoint: Path, output: Path):
 
 @contextmanager
 def as_one_who_may_not(path: Path, mode: int) -> Iterator[None]:
-    """The path has this mode, and we are not root, whom no mode keeps out."""
-    before, root = path.stat().st_mode & 0o777, os.geteuid() == 0
+    """The path has this mode, and we heed it, as root does not by itself."""
+    before = path.stat().st_mode & 0o777
     path.chmod(mode)
-    if root:
-        os.seteuid(NOBODY)
+    try:
+        with heeding_modes():
+            yield
+    finally:
+        path.chmod(before)
+
+
+@contextmanager
+def heeding_modes() -> Iterator[None]:
+    """This thread, and what it starts, without the two capabilities that pass over modes."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0)  # of this thread
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable; twice
+    assert LIBC.capget(header, sets) == 0, os.strerror(ctypes.get_errno())
+    effective = sets[0]
+    sets[0] = effective & ~PASSES_MODES
+    assert LIBC.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
     try:
         yield
     finally:
-        if root:
-            os.seteuid(0)
-        path.chmod(before)
+        sets[0] = effective
+        assert LIBC.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_what_of_a_checkpoint_may_not_be_read_is_named(cli, checkpoints, model, 
 
 
 def test_a_folder_that_may_be_entered_and_not_listed_is_not_called_empty(cli, checkpoints):
-    with as_one_who_may_not(checkpoints["h3-image"] / "transformer", 0o711):
+    with as_one_who_may_not(checkpoints["h3-image"] / "transformer", 0o311):
         done = cli("weights", "verify", checkpoints["h3-image"] / "transformer")
     assert done.exit_code == 2, done.stdout
     assert "transformer: may not be read" in done.stderr
@@ -90,7 +92,7 @@ def test_a_folder_that_may_be_entered_and_not_listed_is_not_called_empty(cli, ch
 
 def test_a_checkpoint_behind_a_closed_folder_is_not_said_to_be_missing(cli, checkpoints):
     base = checkpoints["h3-image"].parent
-    with as_one_who_may_not(base, 0o700 if os.geteuid() == 0 else 0):
+    with as_one_who_may_not(base, 0):
         done = draw(cli, checkpoints["h3-image"], base / "drawn" / "out.png")
     assert done.exit_code == 2
     assert f"weights: {checkpoints['h3-image']}: may not be looked at (Permission denied)." in done.stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,6 +62,7 @@ def install(variant: str) -> None:
     rules = GraphRules(collectives=False, side_streams=False, max_live=2048)
     graph, capture = graph_types(kind, rules, first_name="musa_graph")
     module = ModuleType("torch_musa")
+    module.__spec__ = ModuleSpec("torch_musa", None)  # accelerate asks whether it could be imported
     names = {
         "MUSAGraph": graph,
         "graph": logged("torch.musa.graph", capture),
