@@ -120,7 +120,7 @@ def products(ours: Pairs, scale: float = 1.0) -> dict[str, Tensor]:
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
     """The same numbers in every dialect."""
     found = {}
-    for dialect in ("original", "diffusers", "comfy", "int8-convrot"):
+    for dialect in ("original", "diffusers", "comfy", "int8-convrot", "fp8"):
         found[dialect] = tmp_path_factory.mktemp(dialect)
         write_random(found[dialect], config="tiny", dialect=dialect, seed=0)
     return found
@@ -156,10 +156,17 @@ def test_an_adapter_of_one_dialect_fits_a_checkpoint_of_another(checkpoints, bas
     assert_added(changed, weights_of(checkpoints[base]), products(OURS, -2))
 
 
-def test_fused_rows_without_a_sign_of_their_dialect_are_those_of_the_checkpoint(checkpoints, tmp_path):
-    path = write(tmp_path / "style.safetensors", OURS)
-    changed = weights_of(checkpoints["comfy"], lora=[str(path)])
-    assert_added(changed, weights_of(checkpoints["comfy"]), products(OURS))
+@pytest.mark.parametrize(
+    ("base", "rows"),
+    [("comfy", dict), ("int8-convrot", dict), ("diffusers", head_by_head), ("fp8", head_by_head)],
+)
+def test_fused_rows_without_a_sign_of_their_dialect_are_the_checkpoints_or_else_the_originals(
+    checkpoints, base, rows, tmp_path
+):
+    """Of the last two no name is the original's; the last keeps modulation as a curve, as ComfyUI does."""
+    path = write(tmp_path / "style.safetensors", rows(OURS))
+    changed = weights_of(checkpoints[base], lora=[str(path)])
+    assert_added(changed, weights_of(checkpoints[base]), products(OURS))
 
 
 def test_one_projection_of_three_leaves_the_others(checkpoints, tmp_path):

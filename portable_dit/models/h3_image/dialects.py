@@ -141,7 +141,7 @@ def stored_rows(
     name of the original's means such rows too.
     """
     outputs = ("final_layer.heads.", "final_layer.video_out.") if config.pdd_heads else ()
-    stacked = config.qkv_rows == "stacked" or config.adaln_form == "curve"
+    stacked = config.qkv_rows == "stacked"
     names = ("comfy", "diffusers") if stacked else ("original", "diffusers", "comfy")
     matrices = {
         name: torch.arange(shape[0])[:, None]
