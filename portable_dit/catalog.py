@@ -63,11 +63,7 @@ def component_places(wish: Recipe) -> dict[str, Path]:
     """Where components lie that are not among the recipe's weights, as far as they are on this machine."""
     places = {}
     for name, words in _component_words(wish).items():
-        place = models.local_weights(f"components.{name}", words)
-        if place is None:
-            from portable_dit.hub import cached
-
-            place = cached(words)
+        place = _here(f"components.{name}", words)
         if place is not None:
             places[name] = place
     local = models.checkpoint_folder(wish.model, wish.weights, _more(wish.model))
@@ -84,16 +80,17 @@ def adapter_places(wish: Recipe) -> list[tuple[Path | None, float]]:
     """Where each LoRA adapter of the recipe lies, None for one that must be fetched, and its scale."""
     from portable_dit.lora import split_scale
 
-    found = []
-    for words in wish.lora:
-        place, scale = split_scale(words)
-        local = models.local_weights("lora", place)
-        if local is None:
-            from portable_dit.hub import cached
+    return [(_here("lora", words), scale) for words, scale in map(split_scale, wish.lora)]
 
-            local = cached(place)
-        found.append((local, scale))
-    return found
+
+def _here(key: str, words: str) -> Path | None:
+    """Where what a key names lies on this machine; None for what is on a hub and must be fetched."""
+    local = models.local_weights(key, words)
+    if local is not None:
+        return local
+    from portable_dit.hub import cached
+
+    return cached(words)
 
 
 def fetch_spec(wish: Recipe) -> ModelSpec | None:
@@ -147,11 +144,11 @@ def _fetch_adapters(wish: Recipe) -> None:
     """Downloads the recipe's LoRA adapters that are on a hub and not here yet."""
     from portable_dit.lora import split_scale
 
-    for words, (place, _) in zip(wish.lora, adapter_places(wish), strict=True):
-        if place is None:
+    for words, _ in map(split_scale, wish.lora):
+        if _here("lora", words) is None:
             from portable_dit.hub import fetch_adapter
 
-            fetch_adapter(split_scale(words)[0])
+            fetch_adapter(words)
 
 
 @told_what_is_hidden()

@@ -217,11 +217,8 @@ def adapter_among(names: Sequence[str], where: str) -> str:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Of its files, sorted. Raises WeightsError for a folder that may not be read."""
-    try:
-        return sorted(path.name for path in folder.iterdir() if path.is_file())
-    except OSError as error:
-        raise WeightsError(f"lora: {folder}: cannot be read ({error.strerror}). Check its mode.") from error
+    """Of its files, sorted."""
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
 def _file_in(folder: Path) -> Path:

@@ -36,13 +36,13 @@ def kind_of(path: str | Path) -> Kind:
 
 @contextmanager
 def told_what_is_hidden() -> Iterator[None]:
-    """Around what reads a checkpoint: a file or folder of it that may not be read is a WeightsError."""
+    """Around what reads weights: a file or folder of them that may not be read is a WeightsError."""
     try:
         yield
     except PermissionError as error:
         raise WeightsError(
             f"{error.filename}: may not be read ({error.strerror}). Change its mode and that of its folders, "
-            "or copy the checkpoint."
+            "or copy what it belongs to."
         ) from error
 
 

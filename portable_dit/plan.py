@@ -51,6 +51,7 @@ from portable_dit.recipe_rules import (
     choose_executor,
     choose_graphs,
     choose_tiling,
+    layout_of,
     memory_limit,
 )
 from portable_dit.traffic import bytes_sent_in_a_step
@@ -259,7 +260,7 @@ def _eight_bits(
 
 
 def _layout(recipe: Recipe, spec: ModelSpec, capabilities: Capabilities, found: Findings) -> Layout:
-    layout = Layout(**recipe.layout.model_dump())
+    layout = layout_of(recipe)
     check_device(recipe, capabilities, layout, found)
     found.problems += layout_problems(layout, spec, devices=recipe.device.count)
     return layout

@@ -42,6 +42,11 @@ class Findings:
         self.notes.append(Note(code, text, changed))
 
 
+def layout_of(recipe: Recipe) -> Layout:
+    """The recipe's layout, legal or not."""
+    return Layout(**recipe.layout.model_dump())
+
+
 def memory_limit(recipe: Recipe, capabilities: Capabilities) -> int:
     """Bytes of each device to plan with and to hold to: what the recipe says, and no more than is unused."""
     unused, asked = capabilities.unused_bytes, recipe.device.memory_gib

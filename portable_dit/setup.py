@@ -15,14 +15,13 @@ from portable_dit import host
 from portable_dit.capabilities import Capabilities, Device
 from portable_dit.catalog import fetch_spec, fetch_weights, find_family, is_remote, load_recipe, read_spec
 from portable_dit.errors import DoesNotFitError, RecipeError, RequestError
-from portable_dit.layout import Layout
 from portable_dit.models import RANDOM
 from portable_dit.models.spec import Family, ModelSpec
 from portable_dit.paths import told_what_is_hidden
 from portable_dit.plan import Plan, make_plan
 from portable_dit.plugins import select_backend
 from portable_dit.recipe import Recipe
-from portable_dit.recipe_rules import FREE_MEMORY
+from portable_dit.recipe_rules import FREE_MEMORY, layout_of
 from portable_dit.request import Request, ResolvedRequest, validate_request
 
 if TYPE_CHECKING:
@@ -156,8 +155,8 @@ def look_at(backend: Backend, device: Device, recipe: Recipe) -> Capabilities:
     Where several devices share a model nobody looks: their ranks must all decide alike.
     """
     capabilities = backend.capabilities(device)
-    world = Layout(**recipe.layout.model_dump()).world
-    memory = None if capabilities.host_shares_memory or world > 1 else backend.memory(device)
+    is_shared = capabilities.host_shares_memory or layout_of(recipe).world > 1
+    memory = None if is_shared else backend.memory(device)
     if memory is None:
         return capabilities
     free, total = memory

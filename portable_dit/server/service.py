@@ -133,7 +133,7 @@ class Service:
     def spawn(self, work: Coroutine[Any, Any, None], *, writes: bool = False) -> None:
         """Runs beside the requests; what goes wrong in it is logged. writes: a stop waits for it a while."""
         task = asyncio.create_task(work)
-        for tasks in (self._tasks, self._writing)[: 1 + writes]:
+        for tasks in (self._tasks, self._writing) if writes else (self._tasks,):
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         task.add_done_callback(self._spawned_done)

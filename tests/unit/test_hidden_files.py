@@ -98,6 +98,12 @@ def test_a_checkpoint_behind_a_closed_folder_is_not_said_to_be_missing(cli, chec
     assert f"weights: {checkpoints['h3-image']}: may not be looked at (Permission denied)." in done.stderr
 
 
+def test_a_folder_of_an_adapter_that_may_not_be_read_is_named(cli, tmp_path):
+    with as_one_who_may_not(tmp_path, 0):
+        done = cli("plan", "--lora", tmp_path)
+    assert (done.exit_code, f"{tmp_path}: may not be read (Permission denied)." in done.stderr) == (2, True)
+
+
 def test_a_checkpoint_that_may_not_be_read_cannot_be_verified(cli, checkpoints):
     with as_one_who_may_not(checkpoints["h3-image"], 0):
         done = cli("weights", "verify", checkpoints["h3-image"])
